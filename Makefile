@@ -1,0 +1,29 @@
+# Two commands, each from a fresh clone: `make demo` (the main job) and `make test` (lint, types, CPU tests).
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types cpu-tests
+
+demo: .venv/installed
+	$(BIN)/python -m bench.demo
+
+test: lint types cpu-tests
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# kernels/ installs as marble.kernels; mypy finds it where that is a folder.
+types: .venv/installed
+	rm -rf build/types && mkdir -p build/types/marble
+	ln -s $(CURDIR)/marble/* build/types/marble/ && ln -s $(CURDIR)/kernels build/types/marble/kernels
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
+
+cpu-tests: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch triton
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cuda,plots,dev]'
+	touch $@

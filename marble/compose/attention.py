@@ -1,0 +1,175 @@
+"""The public op: exact attention over a planned sequence, differentiable, on real or virtual ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from marble.comm import local, torch_dist
+from marble.comm.transport import Program
+from marble.compose import executor
+from marble.compose.planner import AttentionShape, Plan
+from marble.compose.schedule import Pass, Schedule
+from marble.kernels import launch
+from marble.kernels.contract import Backend, move
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    layer: int = 0,
+    group: dist.ProcessGroup | None = None,
+    backend: str | Backend = "reference",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of this process's tokens to all tokens, with the numbers of a single call over the whole sequence.
+
+    Args:
+        q: [local_tokens, heads, head_dim], bfloat16, float16, float32 or float64; see `Plan.shard`.
+        k: [local_tokens, kv_heads, head_dim], same dtype and device.
+        v: like ``k``.
+        plan: the plan of this batch.
+        layer: which of the plan's layers this is.
+        group: the process group of the plan's ranks; by default the default group. Unused with virtual ranks.
+        backend: a name that `marble.kernels.launch` knows, or a `marble.kernels.contract.Backend`.
+        return_lse: also return the log-sum-exp.
+
+    Returns:
+        The output, like ``q``; a token that sees no key gets 0. With ``return_lse`` also the natural log-sum-exp of
+        the scaled scores, [local_tokens, heads] in float32 (float64 for float64 inputs), −inf for such a token; it is
+        not differentiable.
+
+    Raises:
+        TypeError, ValueError: if a tensor is not what the plan expects, before anything runs.
+    """
+    shape = _check(q, k, v, plan, layer)
+    chosen = launch.backend(backend) if isinstance(backend, str) else backend
+    ranks = group if plan.rank is None else plan.process_group(group)
+    run = _Run(_schedules_on(plan, layer, q.device), plan.order.lengths, chosen, ranks, shape.softmax_scale)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, lse = _Attention.apply(q, k, v, run)
+    return (out, lse.T) if return_lse else out
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How to run one layer's schedules: those of all ranks in this process, or one in a process group."""
+
+    schedules: dict[int, Schedule]
+    lengths: tuple[int, ...]
+    backend: Backend
+    group: dist.ProcessGroup | None
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        results = self._run(
+            [q, k, v], lambda schedule, parts: executor.forward(schedule, self.backend, *parts, scale=self.scale)
+        )
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        results = self._run(
+            [q, k, v, out, lse, dout],
+            lambda schedule, parts: executor.backward(schedule, self.backend, *parts, scale=self.scale),
+        )
+        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+    def _run(
+        self, tensors: Sequence[Tensor], program: Callable[[Schedule, Sequence[Tensor]], Program[Any]]
+    ) -> list[Any]:
+        if len(self.schedules) == 1 and len(self.lengths) > 1:
+            assert self.group is not None
+            ((_, schedule),) = self.schedules.items()
+            return [torch_dist.run(program(schedule, tensors), self.group)]
+        # Log-sum-exps are [heads, tokens], everything else begins with the tokens.
+        pieces = [tensor.split(self.lengths, dim=0 if tensor.ndim == 3 else 1) for tensor in tensors]
+        programs = {
+            rank: program(schedule, [piece[rank] for piece in pieces]) for rank, schedule in self.schedules.items()
+        }
+        return list(local.run_together(programs).values())
+
+
+class _Attention(torch.autograd.Function):
+    """One function for all ranks of this process: per-rank functions would deadlock in the autograd engine."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: _Run) -> tuple[Tensor, Tensor]:
+        out, lse = run.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.run = run
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        gradients = ctx.run.backward(*inputs, dout.contiguous())
+        return *(gradient.to(x.dtype) for gradient, x in zip(gradients, inputs[:3], strict=True)), None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, layer: int) -> AttentionShape:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: expected the result of marble.plan, got {type(plan).__name__}")
+    if not isinstance(layer, int) or not 0 <= layer < len(plan.layers):
+        raise ValueError(f"layer: the plan has layers 0 to {len(plan.layers) - 1}, got {layer!r}")
+    shape = plan.layers[layer]
+    for name, tensor, heads in (("q", q, shape.heads), ("k", k, shape.kv_heads), ("v", v, shape.kv_heads)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name}: {tensor.dtype} is not supported; use bfloat16, float16, float32 or float64")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype {tensor.dtype} differs from q's {q.dtype}; cast them to one")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: on {tensor.device}, but q is on {q.device}; move them to one device")
+        if tensor.ndim != 3:
+            raise ValueError(f"{name}: expected [tokens, heads, head_dim], got shape {tuple(tensor.shape)}")
+        if tensor.shape[0] != plan.local_tokens:
+            raise ValueError(
+                f"{name}: the plan expects {plan.local_tokens} tokens here, got {tensor.shape[0]}; pass it through "
+                "plan.shard, or plan for this layout"
+            )
+        if tensor.shape[1] != heads:
+            raise ValueError(f"{name}: layer {layer} was planned with {heads} heads, got {tensor.shape[1]}")
+        if tensor.shape[2] != shape.head_dim:
+            raise ValueError(f"{name}: layer {layer} was planned with head_dim {shape.head_dim}, got {tensor.shape[2]}")
+    return shape
+
+
+def _schedules_on(plan: Plan, layer: int, device: torch.device) -> dict[int, Schedule]:
+    """The layer's schedules with their tile lists on ``device``, moved once."""
+    if device.type == "cpu":
+        return dict(plan.schedules[layer])
+    moved = plan.__dict__.setdefault("_moved", {})
+    key = (id(plan.schedules[layer]), device)
+    if key not in moved:
+        works: dict[int, Any] = {}
+        moved[key] = {rank: _moved(schedule, device, works) for rank, schedule in plan.schedules[layer].items()}
+    return moved[key]
+
+
+def _moved(schedule: Schedule, device: torch.device, works: dict[int, Any]) -> Schedule:
+    def carry(which: Pass) -> Pass:
+        steps = []
+        for step in which.steps:
+            calls = []
+            for call in step.calls:
+                if id(call.work) not in works:
+                    works[id(call.work)] = move(call.work, device)
+                calls.append(replace(call, work=works[id(call.work)]))
+            steps.append(replace(step, calls=tuple(calls)))
+        return replace(which, steps=tuple(steps))
+
+    return replace(schedule, forward=carry(schedule.forward), backward=carry(schedule.backward))

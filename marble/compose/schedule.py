@@ -1,0 +1,195 @@
+"""The schedule language: what one rank does, forward and backward, as data.
+
+A schedule is a sequence of steps over named buffers. In a step the transfers start, buffers are cleared, the calls
+run, the transfers are waited on, and received sums are added, in this order. Every sequence-parallel scheme is a
+builder that emits this language, one executor runs it, and `marble.compose.check` proves it right without running it.
+
+Buffers by name: a pass is handed its inputs in ``q`` and ``kv`` (backward: also ``dout``, ``lse`` and ``delta``) and
+leaves its results in ``out`` and ``lse`` (backward: ``dq`` and ``dkv``), in their first rows. All others are the
+builder's own. A scheme that regroups heads (Ulysses) moves ``heads`` slices between buffers of different widths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from marble.kernels.contract import Work
+
+
+class Kind(StrEnum):
+    """What a row of a buffer is, for ``h`` heads of size ``d``."""
+
+    TOKENS = "tokens"
+    """[h, d] in the type of the inputs: queries, outputs, output gradients."""
+    PAIRS = "pairs"
+    """[2, h, d] in the type of the inputs: a key and its value."""
+    TOKEN_SUMS = "token sums"
+    """[h, d] in the accumulation type: query gradients."""
+    PAIR_SUMS = "pair sums"
+    """[2, h, d] in the accumulation type: key and value gradients."""
+    STATISTICS = "statistics"
+    """[h] in the accumulation type: log-sum-exp and delta. Cleared, it is −inf, the log-sum-exp of no keys."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named buffer of ``rows`` rows for ``heads`` heads."""
+
+    name: str
+    kind: Kind
+    rows: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``start`` to ``stop`` of a buffer, of all heads or of the heads ``heads[0]`` to ``heads[1]``."""
+
+    buffer: str
+    start: int
+    stop: int
+    heads: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def overlaps(self, other: Rows) -> bool:
+        """Whether two row ranges share an element."""
+        if self.buffer != other.buffer or self.start >= other.stop or other.start >= self.stop:
+            return False
+        if self.heads is None or other.heads is None:
+            return True
+        return self.heads[0] < other.heads[1] and other.heads[0] < self.heads[1]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows of the rank ``source`` copied into rows of the rank ``target`` (the same rank: a local copy).
+
+    Both ranks list it in the same step, and the transfers between two ranks in the same order.
+    """
+
+    source: int
+    src: Rows
+    target: int
+    dst: Rows
+
+    def __post_init__(self) -> None:
+        if len(self.src) != len(self.dst):
+            raise ValueError(f"transfer: {len(self.src)} rows cannot fill {len(self.dst)}: {self}")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One kernel call.
+
+    Attributes:
+        work: the pairs it computes, over the rows of ``q`` and of ``kv``.
+        kv: resident keys and values.
+        q: the buffer of the queries.
+        out: the buffer that a forward call's last touches write (backward: the buffer of output gradients).
+        lse: the buffer of the log-sum-exp, written forward and read backward.
+        dkv: backward only, rows that key and value gradients are added to, as many as ``kv``.
+        dq: backward only, the buffer that query gradients are added to.
+        delta: backward only, the buffer of Σ out · dout.
+    """
+
+    work: Work
+    kv: Rows
+    q: str = "q"
+    out: str = "out"
+    lse: str = "lse"
+    dkv: Rows | None = None
+    dq: str = "dq"
+    delta: str = "delta"
+
+
+@dataclass(frozen=True)
+class Add:
+    """Add rows of a sum buffer to rows of another."""
+
+    src: Rows
+    dst: Rows
+
+    def __post_init__(self) -> None:
+        if len(self.src) != len(self.dst):
+            raise ValueError(f"add: {len(self.src)} rows cannot be added to {len(self.dst)}: {self}")
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What happens between two synchronisations: start transfers, clear, call, wait for the transfers, add."""
+
+    transfers: tuple[Transfer, ...] = ()
+    clears: tuple[Rows, ...] = ()
+    calls: tuple[Call, ...] = ()
+    adds: tuple[Add, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """The forward or the backward pass of a schedule."""
+
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {buffer.name: buffer for buffer in self.buffers}
+        if len(sizes) != len(self.buffers):
+            raise ValueError("schedule: two buffers have one name")
+        for step in self.steps:
+            for rows in _local_rows(step):
+                if rows.buffer not in sizes:
+                    raise ValueError(f"schedule: buffer {rows.buffer!r} is not declared")
+                if not 0 <= rows.start <= rows.stop <= sizes[rows.buffer].rows:
+                    raise ValueError(f"schedule: {rows} leaves the {sizes[rows.buffer].rows} rows of its buffer")
+
+    def buffer(self, name: str) -> Buffer:
+        """The declaration of a buffer."""
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Everything one rank does for one attention layer. Frozen and picklable: no tensors on a GPU, no process group.
+
+    Attributes:
+        rank: whose schedule it is.
+        tokens: number of tokens of every rank's shard.
+        forward: the forward pass.
+        backward: the backward pass.
+    """
+
+    rank: int
+    tokens: tuple[int, ...]
+    forward: Pass
+    backward: Pass
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"schedule: rank {self.rank} is not one of {self.world}")
+        for which in (self.forward, self.backward):
+            for step in which.steps:
+                for transfer in step.transfers:
+                    if self.rank not in (transfer.source, transfer.target):
+                        raise ValueError(f"schedule: rank {self.rank} has no part in {transfer}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.tokens)
+
+    def without_backward(self) -> Schedule:
+        """The same schedule for inference."""
+        return replace(self, backward=Pass((), ()))
+
+
+def _local_rows(step: Step) -> list[Rows]:
+    """Rows that must exist here. A transfer's far side lies in another rank's buffers, which may differ in size."""
+    rows = list(step.clears)
+    for call in step.calls:
+        rows += [call.kv] + ([call.dkv] if call.dkv is not None else [])
+    for add in step.adds:
+        rows += [add.src, add.dst]
+    return rows

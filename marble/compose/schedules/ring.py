@@ -1,0 +1,160 @@
+"""Ring attention: key/value shards travel from rank to rank, one hop per step.
+
+Source: H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023.
+The carried fp32 state and the travelling fp32 gradients: MARBLE, section 03 (Luma AI, October 2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from marble.compose.schedule import Add, Buffer, Call, Kind, Pass, Rows, Schedule, Step, Transfer
+from marble.kernels.contract import Tiles, Touch
+from marble.mask.tiles import StoredMask
+from marble.order.token_order import TokenOrder
+
+
+def ring(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int, kv_heads: int) -> Schedule:
+    """One rank's ring schedule.
+
+    Forward, step s computes the rank's queries against the shard of rank (r − s) mod R while that shard moves on to
+    the next rank. Backward, the shard's fp32 gradients follow it one step behind: each rank computes its share into
+    a buffer of its own while the sum so far is on its way, adds that, and sends the result on. The local shard comes
+    last, when the sum of all others is on its way home.
+
+    Args:
+        order: the token order; any one.
+        mask: the mask over the stored tokens.
+        rank: whose schedule to build.
+        block: rows of a tile's block.
+        heads: query heads.
+        kv_heads: key/value heads.
+    """
+    world, lengths = order.world, order.lengths
+    shards = [order.shard(other) for other in range(world)]
+    sources = [(rank - step) % world for step in range(world)]
+    tiles = [mask.tiles(shards[rank], shards[source], block) for source in sources]
+    return Schedule(
+        rank,
+        lengths,
+        _forward(rank, lengths, tiles, block, heads, kv_heads),
+        _backward(rank, lengths, tiles, block, heads, kv_heads),
+    )
+
+
+def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int, heads: int, kv_heads: int) -> Pass:
+    world, mine = len(lengths), lengths[rank]
+    slot = _slot(lengths, block)
+    tiles, untouched = _flag_touches(tiles)
+
+    def resident(step: int, at: int) -> Rows:
+        """Where the shard that rank ``at`` computes on in ``step`` lies: at home, then in two inboxes by turns."""
+        base = 0 if step == 0 else slot * (2 - step % 2)
+        return Rows("kv", base, base + lengths[(at - step) % world])
+
+    steps = []
+    for step in range(world):
+        moves = _exchange(rank, world, partial(resident, step), partial(resident, step + 1))
+        work = tiles[step]
+        blank = [rows for low, high in untouched for rows in (Rows("out", low, high), Rows("lse", low, high))]
+        steps.append(
+            Step(
+                transfers=moves if step < world - 1 else (),
+                clears=tuple(blank) if step == 0 else (),
+                calls=(Call(work, resident(step, rank)),) if work.visited else (),
+            )
+        )
+    buffers = (
+        Buffer("q", Kind.TOKENS, mine, heads),
+        Buffer("kv", Kind.PAIRS, slot * min(world, 3), kv_heads),
+        Buffer("out", Kind.TOKENS, mine, heads),
+        Buffer("lse", Kind.STATISTICS, mine, heads),
+    )
+    return Pass(buffers, tuple(steps))
+
+
+def _backward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int, heads: int, kv_heads: int) -> Pass:
+    world, mine = len(lengths), lengths[rank]
+    slot = _slot(lengths, block)
+
+    def keys(step: int, at: int) -> Rows:
+        """Keys of the shard of rank (at − step): its home, then the inboxes by turns."""
+        base = 0 if step % world == 0 else slot * (2 - step % 2)
+        return Rows("kv", base, base + lengths[(at - step) % world])
+
+    def sums(step: int, at: int) -> Rows:
+        """Where rank ``at`` computes that shard's gradients: its home, or two buffers by turns."""
+        base = 0 if step % world == 0 else slot * (2 - step % 2)
+        return Rows("dkv", base, base + lengths[(at - step) % world])
+
+    def inbox(step: int, at: int) -> Rows:
+        """Where the sum of the ranks before ``at`` arrives."""
+        return Rows("dkv", slot * 3, slot * 3 + lengths[(at - step) % world])
+
+    # Step 0 only moves keys; step s computes the shard that is s hops from home; step R is the local shard.
+    steps = []
+    for step in range(world + 1 if world > 1 else 1):
+        last = step == world or world == 1
+        moves: tuple[Transfer, ...] = ()
+        if step < world - 1:
+            moves += _exchange(rank, world, partial(keys, step), partial(keys, step + 1))
+        arrives = step >= 2
+        if arrives:
+            moves += _exchange(rank, world, partial(sums, step - 1), partial(inbox, step))
+        clears: tuple[Rows, ...] = (Rows("dq", 0, mine),) if step == 0 else ()
+        calls: tuple[Call, ...] = ()
+        if step > 0 or last:
+            clears += (sums(step, rank),)
+            work = tiles[step % world]
+            if work.visited:
+                calls = (Call(work, keys(step, rank), out="dout", dkv=sums(step, rank)),)
+        adds = (Add(inbox(step, rank), sums(step, rank)),) if arrives else ()
+        steps.append(Step(moves, clears, calls, adds))
+    buffers = (
+        Buffer("q", Kind.TOKENS, mine, heads),
+        Buffer("kv", Kind.PAIRS, slot * min(world, 3), kv_heads),
+        Buffer("dout", Kind.TOKENS, mine, heads),
+        Buffer("lse", Kind.STATISTICS, mine, heads),
+        Buffer("delta", Kind.STATISTICS, mine, heads),
+        Buffer("dq", Kind.TOKEN_SUMS, mine, heads),
+        Buffer("dkv", Kind.PAIR_SUMS, slot * (1 if world == 1 else 4), kv_heads),
+    )
+    return Pass(buffers, tuple(steps))
+
+
+def _exchange(
+    rank: int, world: int, leaves: Callable[[int], Rows], lands: Callable[[int], Rows]
+) -> tuple[Transfer, ...]:
+    """A rank's two parts in one hop around the ring: what it sends and what it receives, in one order for all."""
+    moves = []
+    for source in sorted({rank, (rank - 1) % world}):
+        target = (source + 1) % world
+        if len(leaves(source)):
+            moves.append(Transfer(source, leaves(source), target, lands(target)))
+    return tuple(moves)
+
+
+def _slot(lengths: tuple[int, ...], block: int) -> int:
+    """Rows for any rank's shard, in whole blocks, so that a ragged key block never reads into the next shard."""
+    return -(-max(lengths) // block) * block
+
+
+def _flag_touches(tiles: list[Tiles]) -> tuple[list[Tiles], list[tuple[int, int]]]:
+    """First and last touches of each query block over all calls, and the query rows that no call touches."""
+    busy = torch.stack([call.by_query.counts() > 0 for call in tiles])
+    order = busy.long().cumsum(0)
+    first, last = busy & (order == 1), busy & (order == order[-1:])
+    flags = first * int(Touch.FIRST) + last * int(Touch.LAST)
+    flagged = [replace(call, touch=flag.to(torch.uint8)) for call, flag in zip(tiles, flags, strict=True)]
+    return flagged, _stretches(~busy.any(0), tiles[0].block, tiles[0].query_rows)
+
+
+def _stretches(blocks: Tensor, block: int, rows: int) -> list[tuple[int, int]]:
+    """The row ranges of the chosen blocks."""
+    chosen = blocks.nonzero().flatten().tolist()
+    return [(index * block, min((index + 1) * block, rows)) for index in chosen]

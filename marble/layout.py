@@ -1,0 +1,306 @@
+"""The layout of a packed sequence: samples made of spans, each span with its own attention mode.
+
+A layout is the only thing that marble needs to know about a batch. Everything else (token tracks, masks, token
+orders, schedules) derives from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Mode(StrEnum):
+    """How the tokens of a span attend, inside one sample.
+
+    Every mode but ``PAD`` also reads the earlier spans of its sample that are not noise.
+    """
+
+    CAUSAL = "causal"
+    """Left to right; later spans see it. Text, or an image that is read like text."""
+    FULL = "full"
+    """Bidirectional inside the span; later spans see it. An image, a clean frame."""
+    NOISE = "noise"
+    """Bidirectional inside the span (or its noise group); no other span sees it. A frame being generated."""
+    GROUP = "group"
+    """Bidirectional over all spans of the group, earlier and later; later spans see it. Images of one document."""
+    PAD = "pad"
+    """Attends to nothing and is seen by nothing: output 0, LSE −inf, zero gradients."""
+
+
+_LINKABLE = (Mode.GROUP, Mode.NOISE)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``length`` consecutive tokens that share one attention mode.
+
+    Args:
+        mode: a `Mode` or its name.
+        length: number of tokens, at least 1.
+        group: links spans of the mode ``group`` or ``noise`` that attend to each other in both directions. Ids are
+            non-negative and belong to the whole layout, so one id cannot appear in two samples. By default all
+            ``group`` spans of a sample form one group, and each ``noise`` span stands alone.
+    """
+
+    mode: Mode
+    length: int
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "mode", Mode(self.mode))
+        except ValueError:
+            names = ", ".join(repr(mode.value) for mode in Mode)
+            raise ValueError(f"Span.mode: {self.mode!r} is not a mode; use one of {names}") from None
+        object.__setattr__(self, "length", as_int(self.length, "Span.length"))
+        if self.length < 1:
+            raise ValueError(f"Span.length: a span needs at least 1 token, got {self.length}; leave empty spans out")
+        if self.group is not None:
+            object.__setattr__(self, "group", as_int(self.group, "Span.group"))
+            if self.mode not in _LINKABLE:
+                raise ValueError(f"Span.group: only group and noise spans can be linked, not a {self.mode} span")
+            if self.group < 0:
+                raise ValueError(f"Span.group: an id is 0 or more, got {self.group}")
+
+
+@dataclass(frozen=True, eq=False)
+class SpanTable:
+    """A layout as columns, one int64 entry per span [spans]; what vectorised code works on.
+
+    Attributes:
+        start: first token of the span in the sequence.
+        length: tokens in the span.
+        sample: index of the sample, −1 for padding.
+        seg: id shared by the spans that attend to each other in both directions, −1 for causal spans and padding.
+            Ids grow with the sequence.
+        noise: ``seg`` for noise spans, −1 for all others.
+        linked: 1 for spans of the mode ``group``, else 0.
+    """
+
+    start: Tensor
+    length: Tensor
+    sample: Tensor
+    seg: Tensor
+    noise: Tensor
+    linked: Tensor
+
+    @property
+    def stop(self) -> Tensor:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A packed sequence: samples that never attend to each other, each a sequence of spans.
+
+    Args:
+        samples: one sequence of `Span` per sample, in the order of the tokens.
+
+    Raises:
+        TypeError: if ``samples`` does not hold sequences of `Span`.
+        ValueError: if a sample is empty, a group id appears in two samples or under two modes, or padding shares a
+            sample with other spans.
+
+    Example:
+        >>> image, text = Span("full", 256), Span("causal", 40)
+        >>> Layout([[text, image, text], [text]]).tokens
+        376
+    """
+
+    samples: tuple[tuple[Span, ...], ...]
+
+    def __post_init__(self) -> None:
+        try:
+            samples = tuple(tuple(sample) for sample in self.samples)
+        except TypeError:
+            raise TypeError("Layout.samples: give a sequence of samples, each a sequence of Span") from None
+        if not samples:
+            raise ValueError("Layout.samples: a layout needs at least one sample")
+        owner: dict[int, tuple[int, Mode]] = {}
+        for index, sample in enumerate(samples):
+            if not sample:
+                raise ValueError(f"Layout.samples[{index}]: a sample needs at least one span; leave empty samples out")
+            for span in sample:
+                if not isinstance(span, Span):
+                    raise TypeError(f"Layout.samples[{index}]: expected Span, got {type(span).__name__}")
+                if span.mode is Mode.PAD and any(other.mode is not Mode.PAD for other in sample):
+                    raise ValueError(
+                        f"Layout.samples[{index}]: padding cannot share a sample; give it a sample of its own"
+                    )
+                if span.group is None:
+                    continue
+                first, mode = owner.setdefault(span.group, (index, span.mode))
+                if first != index:
+                    raise ValueError(
+                        f"Layout.samples[{index}]: group {span.group} is already used in sample {first}; samples never "
+                        "attend to each other, so use a new id"
+                    )
+                if mode is not span.mode:
+                    raise ValueError(
+                        f"Layout.samples[{index}]: group {span.group} links a {mode} span to a {span.mode} span; "
+                        "use one id per mode"
+                    )
+        object.__setattr__(self, "samples", samples)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Number of tokens, padding included."""
+        return sum(span.length for sample in self.samples for span in sample)
+
+    @cached_property
+    def table(self) -> SpanTable:
+        """The spans as columns."""
+        segs = {None: -1}
+        rows = []
+        start = 0
+        for index, sample in enumerate(self.samples):
+            for span in sample:
+                seg = -1
+                if span.mode in (Mode.FULL, Mode.GROUP, Mode.NOISE):
+                    if span.group is not None:
+                        key: Any = span.group
+                    elif span.mode is Mode.GROUP:
+                        key = ("sample", index)
+                    else:
+                        key = ("span", start)
+                    seg = segs.setdefault(key, len(segs) - 1)
+                noise = seg if span.mode is Mode.NOISE else -1
+                owner = -1 if span.mode is Mode.PAD else index
+                rows.append((start, span.length, owner, seg, noise, span.mode is Mode.GROUP))
+                start += span.length
+        columns = torch.tensor(rows, dtype=torch.int64).T.contiguous()
+        return SpanTable(*columns)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor, *, tokens: int | None = None) -> Layout:
+        """Causal documents from cumulative lengths, the format of variable-length attention.
+
+        Args:
+            cu_seqlens: [documents + 1], from 0 upwards; empty documents (equal neighbours) are left out.
+            tokens: length of the sequence; what lies behind the last document becomes padding.
+
+        Raises:
+            ValueError: if the lengths do not start at 0, decrease, or exceed ``tokens``.
+        """
+        bounds = as_ints(cu_seqlens, "cu_seqlens")
+        if len(bounds) < 2 or bounds[0] != 0:
+            raise ValueError("cu_seqlens: must start at 0 and hold at least one document")
+        if any(low > high for low, high in itertools.pairwise(bounds)):
+            raise ValueError("cu_seqlens: cumulative lengths cannot decrease")
+        samples = [[Span(Mode.CAUSAL, high - low)] for low, high in itertools.pairwise(bounds) if high > low]
+        if tokens is not None:
+            padding = as_int(tokens, "tokens") - bounds[-1]
+            if padding < 0:
+                raise ValueError(f"tokens: {tokens} is less than the {bounds[-1]} tokens of cu_seqlens")
+            if padding:
+                samples.append([Span(Mode.PAD, padding)])
+        if not samples:
+            raise ValueError("cu_seqlens: all documents are empty")
+        return cls(tuple(map(tuple, samples)))
+
+    @classmethod
+    def from_token_types(
+        cls,
+        token_type_ids: Sequence[int] | Tensor,
+        *,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        attention_mask: Sequence[int] | Tensor | None = None,
+        modes: Mapping[int, Mode | str] | None = None,
+    ) -> Layout:
+        """Spans from per-token type ids as Hugging Face processors emit them: each run of one type is one span.
+
+        Args:
+            token_type_ids: [tokens], or [batch, tokens] where every row is a sample.
+            cu_seqlens: [samples + 1] sample borders of a one-dimensional ``token_type_ids``; by default one sample.
+            attention_mask: same shape as ``token_type_ids``; where it is 0 the token is padding.
+            modes: attention mode of each type id; by default 0 is ``causal`` and 1 is ``full`` (Gemma 3). Molmo 2
+                wants ``{0: "causal", 1: "group"}``.
+
+        Raises:
+            ValueError: if shapes or ``cu_seqlens`` do not match the tokens, or a type has no mode.
+        """
+        types = torch.as_tensor(token_type_ids).cpu()
+        if types.ndim not in (1, 2) or types.numel() == 0 or types.is_floating_point():
+            raise ValueError(
+                "token_type_ids: expected integers of shape [tokens] or [batch, tokens], at least one token"
+            )
+        keep = torch.ones_like(types, dtype=torch.bool)
+        if attention_mask is not None:
+            keep = torch.as_tensor(attention_mask).cpu().bool()
+            if keep.shape != types.shape:
+                raise ValueError(
+                    f"attention_mask: shape {tuple(keep.shape)} differs from token_type_ids {tuple(types.shape)}"
+                )
+        if types.ndim == 2:
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens: a batch has one sample per row already; flatten it or leave this out")
+            bounds = [row * types.shape[1] for row in range(types.shape[0] + 1)]
+        else:
+            bounds = [0, types.numel()] if cu_seqlens is None else as_ints(cu_seqlens, "cu_seqlens")
+        if bounds[0] != 0 or bounds[-1] != types.numel() or any(a > b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"cu_seqlens: must rise from 0 to the {types.numel()} tokens of token_type_ids")
+        mapping = {0: Mode.CAUSAL, 1: Mode.FULL} if modes is None else {key: Mode(mode) for key, mode in modes.items()}
+        types, keep = types.flatten(), keep.flatten()
+        missing = sorted(set(types[keep].unique().tolist()) - set(mapping))
+        if missing:
+            raise ValueError(f"modes: no mode for token type {missing[0]}; add it to the mapping")
+        samples = []
+        for low, high in itertools.pairwise(bounds):
+            if low == high:
+                continue
+            codes = torch.where(keep[low:high], types[low:high], torch.iinfo(types.dtype).max)
+            values, lengths = torch.unique_consecutive(codes, return_counts=True)
+            visible: list[Span] = []
+            for value, length in zip(values.tolist(), lengths.tolist(), strict=True):
+                if value == torch.iinfo(types.dtype).max:
+                    samples += [visible] if visible else []
+                    samples.append([Span(Mode.PAD, length)])
+                    visible = []
+                else:
+                    visible.append(Span(mapping[value], length))
+            samples += [visible] if visible else []
+        return cls(tuple(map(tuple, samples)))
+
+    def to_json(self) -> str:
+        """The layout as JSON: ``{"samples": [[["causal", 12], ["group", 83, 0]], ...]}``."""
+        rows = [
+            [[span.mode.value, span.length] + ([] if span.group is None else [span.group]) for span in sample]
+            for sample in self.samples
+        ]
+        return json.dumps({"samples": rows})
+
+    @classmethod
+    def from_json(cls, text: str) -> Layout:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: if the text is not such a JSON document.
+        """
+        try:
+            rows = json.loads(text)["samples"]
+            samples = tuple(tuple(Span(*span) for span in sample) for sample in rows)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f'layout JSON: expected {{"samples": [[[mode, length], ...], ...]}} ({error})') from None
+        return cls(samples)
+
+
+def as_int(value: Any, name: str) -> int:
+    """``value`` as an int, or a TypeError that names it; booleans and floats are refused."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    return value.__index__()
+
+
+def as_ints(values: Iterable[int] | Tensor, name: str) -> list[int]:
+    """A sequence or tensor of integers as a list."""
+    flat = values.tolist() if isinstance(values, Tensor) else list(values)
+    return [as_int(value, name) for value in flat]

@@ -1,0 +1,71 @@
+"""Whole samples dealt to ranks, for schedules that fetch only what a rank's queries see."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOAL = 1.03
+_FINEST = 1 / 64
+
+
+def balanced_samples(samples: Tensor, work: Tensor, ranks: int, block: int) -> Tensor:
+    """Samples dealt so that ranks get equal work and equal tokens; only samples too large for that are cut.
+
+    Pieces, the largest first, go to the rank that stays lowest in the larger of its share of work and its share of
+    tokens. As long as the fullest rank is too full, pieces above a halved limit are cut in two and dealt anew.
+
+    Args:
+        samples: int64 [samples, 2], first token and one past the last of every sample, without gaps.
+        work: [tokens], work of each token as a query, in any unit.
+        ranks: number of ranks.
+        block: cuts fall on multiples of this, counted from the sample's first token.
+
+    Returns:
+        int64 [pieces, 3] of (first token, one past the last, rank).
+    """
+    before = torch.cat([work.new_zeros(1, dtype=torch.float64), work.double().cumsum(0)])
+    target = max(float(before[-1]) / ranks, 1e-9), float(samples[-1, 1]) / ranks
+    best, best_peak = samples.new_zeros(0, 3), float("inf")
+    limit = 1.0
+    pieces = samples
+    while limit >= _FINEST:
+        pieces = _cut(pieces, before, target, limit, block)
+        ranks_of, peak = _deal(pieces, before, target, ranks)
+        if peak < best_peak - 1e-9:
+            best, best_peak = torch.cat([pieces, ranks_of.unsqueeze(1)], 1), peak
+        if peak <= _GOAL:
+            break
+        limit /= 2
+    return best
+
+
+def _shares(pieces: Tensor, before: Tensor, target: tuple[float, float]) -> Tensor:
+    """Each piece's share of a rank's fair work and of its fair tokens, [pieces, 2]."""
+    start, stop = pieces.T
+    return torch.stack([(before[stop] - before[start]) / target[0], (stop - start) / target[1]], 1)
+
+
+def _cut(pieces: Tensor, before: Tensor, target: tuple[float, float], limit: float, block: int) -> Tensor:
+    """Pieces above ``limit`` of a rank's fair share in even parts."""
+    start, stop = pieces.T
+    parts = (_shares(pieces, before, target).amax(1) / limit).ceil().long().clamp(min=1)
+    parts = torch.minimum(parts, -(-(stop - start) // block))
+    owner = torch.repeat_interleave(torch.arange(len(pieces)), parts)
+    part = torch.arange(len(owner)) - (parts.cumsum(0) - parts)[owner]
+    blocks = -(-(stop - start) // block)
+    low = start[owner] + (part * blocks[owner] // parts[owner]) * block
+    high = torch.minimum(start[owner] + ((part + 1) * blocks[owner] // parts[owner]) * block, stop[owner])
+    return torch.stack([low, high], 1)
+
+
+def _deal(pieces: Tensor, before: Tensor, target: tuple[float, float], ranks: int) -> tuple[Tensor, float]:
+    shares = _shares(pieces, before, target)
+    load = torch.zeros(ranks, 2, dtype=torch.float64)
+    ranks_of = torch.empty(len(pieces), dtype=torch.int64)
+    for piece in torch.argsort(shares.amax(1), descending=True, stable=True).tolist():
+        after = (load + shares[piece]).amax(1)
+        rank = int(after.argmin())
+        load[rank] += shares[piece]
+        ranks_of[piece] = rank
+    return ranks_of, float(load.max())

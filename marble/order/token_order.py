@@ -1,0 +1,60 @@
+"""A token order: which rank holds which tokens, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marble.mask.storage import Storage
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """Pieces of the storage order dealt to ranks; a rank keeps its pieces in storage order.
+
+    Attributes:
+        name: how the pieces were dealt.
+        storage: the storage order.
+        world: number of ranks. Ranks may stay without tokens.
+        pieces: int64 [pieces, 3] of (first storage position, one past the last, rank), rising and without gaps.
+    """
+
+    name: str
+    storage: Storage
+    world: int
+    pieces: Tensor
+
+    def __post_init__(self) -> None:
+        start, stop, rank = self.pieces.T
+        tokens = self.storage.layout.tokens
+        gapless = start[0] == 0 and stop[-1] == tokens and bool((start[1:] == stop[:-1]).all())
+        if not gapless or not bool((start < stop).all()):
+            raise ValueError(f"order: pieces must cover the {tokens} stored tokens once, in rising order")
+        if int(rank.min()) < 0 or int(rank.max()) >= self.world:
+            raise ValueError(f"order: pieces must belong to ranks 0 to {self.world - 1}")
+
+    @classmethod
+    def of_blocks(cls, name: str, storage: Storage, world: int, ranks: Tensor, block: int) -> TokenOrder:
+        """Blocks of ``block`` stored tokens, block i on rank ``ranks[i]``; neighbours on one rank become one piece."""
+        tokens = storage.layout.tokens
+        rank, count = torch.unique_consecutive(ranks, return_counts=True)
+        stop = (count.cumsum(0) * block).clamp(max=tokens)
+        start = torch.cat([stop.new_zeros(1), stop[:-1]])
+        return cls(name, storage, world, torch.stack([start, stop, rank], 1))
+
+    def shard(self, rank: int) -> Tensor:
+        """Storage positions of a rank's tokens, int64 [its tokens]."""
+        mine = self.pieces[self.pieces[:, 2] == rank]
+        return torch.cat([torch.arange(start, stop) for start, stop, _ in mine.tolist()] or [torch.arange(0)])
+
+    def index(self, rank: int) -> Tensor:
+        """Sequence positions of a rank's tokens, int64 [its tokens]."""
+        return self.storage.sequence[self.shard(rank)]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every rank."""
+        start, stop, rank = self.pieces.T
+        return tuple(torch.zeros(self.world, dtype=torch.int64).index_add_(0, rank, stop - start).tolist())
