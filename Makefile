@@ -13,10 +13,11 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# kernels/ installs as marble.kernels; mypy finds it where that is a folder.
+# kernels/ and bench/workloads/ install into marble; mypy wants them to be folders there.
 types: .venv/installed
 	rm -rf build/types && mkdir -p build/types/marble
 	ln -s $(CURDIR)/marble/* build/types/marble/ && ln -s $(CURDIR)/kernels build/types/marble/kernels
+	ln -s $(CURDIR)/bench/workloads build/types/marble/workloads
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
 
 cpu-tests: .venv/installed
@@ -25,5 +26,5 @@ cpu-tests: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch triton
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cuda,plots,dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cuda,plots,demo,dev]'
 	touch $@

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from marble.kernels.contract import TileList
 from torch import Tensor
+
+from marble.kernels.contract import TileList
 
 
 def tile_mask(tiles: TileList, slot: int, columns: int) -> Tensor:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+
 from marble.kernels.contract import Band, State, TileList, Tiles, Touch, Varlen, Work, accumulation_dtype
 from marble.kernels.predicates import tile_mask
-from torch import Tensor
 
 
 class ReferenceBackend:

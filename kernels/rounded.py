@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from marble.kernels.contract import Backend, State, Tiles, Touch, Work
 from torch import Tensor
+
+from marble.kernels.contract import Backend, State, Tiles, Touch, Work
 
 
 class PerStepRounding:

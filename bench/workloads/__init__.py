@@ -6,6 +6,6 @@ Example:
     (4096, 1024)
 """
 
-from bench.workloads.packs import MODELS, WORKLOADS, LayerKind, Workload, build
+from marble.workloads.packs import MODELS, WORKLOADS, LayerKind, Workload, build
 
 __all__ = ["MODELS", "WORKLOADS", "LayerKind", "Workload", "build"]

@@ -9,9 +9,9 @@ from math import exp
 
 from numpy.random import PCG64, Generator
 
-from bench.workloads import documents, sizing
-from bench.workloads.spans import Part, pack
 from marble.layout import Layout, Mode
+from marble.workloads import documents, sizing
+from marble.workloads.spans import Part, pack
 
 Sampler = Callable[[Generator, float], list[Part]]
 """One sample at full span lengths. It uses the scale only to shorten chains of frames; `build` shrinks the spans."""

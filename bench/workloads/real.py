@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from numpy.random import PCG64, Generator
 
-from bench.workloads import documents, sizing
-from bench.workloads.spans import Part, pack
 from marble.layout import Layout
+from marble.workloads import documents, sizing
+from marble.workloads.spans import Part, pack
 
 Item = TypeVar("Item")
 
@@ -120,7 +120,7 @@ def real_documents(model: str, tokens: int, seed: int = 0, scale: float = 1.0) -
         model: a key of `RULES`.
         tokens: exact length of the layout; the last document is cut to a causal tail.
         seed: of the PCG64 generator.
-        scale: below 1 the spans shrink by this factor, as in `bench.workloads.build`.
+        scale: below 1 the spans shrink by this factor, as in `marble.workloads.build`.
 
     Raises:
         ValueError: if the model is unknown, or ``tokens`` or ``scale`` is out of range.

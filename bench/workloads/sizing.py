@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil, floor, sqrt
 
-from bench.workloads.spans import Part
 from marble.layout import Mode
+from marble.workloads.spans import Part
 
 Size = tuple[int, int]
 

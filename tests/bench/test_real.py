@@ -8,7 +8,7 @@ pytest.importorskip("PIL")
 pytest.importorskip("skimage")
 pytest.importorskip("mistral_common")
 
-from bench.workloads import real, sizing
+from marble.workloads import real, sizing
 
 MODES = {
     "qwen": {"causal"},

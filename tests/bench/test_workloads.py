@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.random import PCG64, Generator
 
-from bench.workloads import MODELS, WORKLOADS, LayerKind, build, documents, packs, sizing
-from bench.workloads.spans import merge, pack, shrink
 from marble.layout import Mode
+from marble.workloads import MODELS, WORKLOADS, LayerKind, build, documents, packs, sizing
+from marble.workloads.spans import merge, pack, shrink
 
 MODES = {
     "qwen_docs": {"causal"},

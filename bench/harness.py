@@ -1,0 +1,78 @@
+"""One form for all results: ``bench/results/<bench>.json`` with where, when and how beside the rows."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "numpy")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case.
+
+    Attributes:
+        bar: the id of the line that it answers.
+        case: what was measured.
+        metric: name of ``value``.
+        value: the figure.
+        unit: its unit; empty for ratios.
+        baseline: what it is compared with.
+        baseline_value: the baseline's figure, from the same run.
+        ratio: between the two.
+    """
+
+    bar: str
+    case: str
+    metric: str
+    value: float
+    unit: str = ""
+    baseline: str | None = None
+    baseline_value: float | None = None
+    ratio: float | None = None
+
+
+def write(bench: str, rows: list[Row], folder: Path = RESULTS) -> Path:
+    """Write a bench's rows, replacing those of its last run.
+
+    Args:
+        bench: name of the file.
+        rows: one per case.
+        folder: where; by default the folder of committed results.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
+    )
+    record = {
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {"python": platform.python_version()} | _versions(),
+        "commit": commit.stdout.strip() or None,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": " ".join(["python", "-m", f"bench.{bench}", *sys.argv[1:]]),
+        "rows": [asdict(row) for row in rows],
+    }
+    path = folder / f"{bench}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,255 @@
+"""The command line: look at layouts and plans, check exactness, draw the picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import marble
+from marble.compose.check import check as check_schedules
+from marble.compose.cost import Summary, summarise
+from marble.compose.planner import ORDERS
+from marble.layout import Layout
+from marble.testing import exactness
+from marble.workloads import WORKLOADS, build
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Exact sequence-parallel attention over packed multimodal sequences.",
+)
+# A pipe has no width to fit into.
+console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+progress_console = Console(stderr=True)
+_MOST_COLUMNS = 8
+
+Source = Annotated[
+    str, typer.Argument(help=f"a workload ({', '.join(WORKLOADS)}) or the path of a layout in JSON", show_default=False)
+]
+Tokens = Annotated[int, typer.Option(help="length of a workload's layout", min=1)]
+Seed = Annotated[int, typer.Option(help="seed of a workload's layout, and of random inputs", min=0)]
+Scale = Annotated[float, typer.Option(help="shrink a workload's spans by this factor, at most 1")]
+Ranks = Annotated[int, typer.Option(help="ring degree", min=1)]
+Window = Annotated[int | None, typer.Option(help="sliding window of the layer; none for a global layer", min=1)]
+Order = Annotated[str, typer.Option(help=f"token order: {', '.join(ORDERS)}")]
+Block = Annotated[int, typer.Option(help="tokens of a tile's block", min=1, max=128)]
+Heads = Annotated[int, typer.Option(help="query heads", min=1)]
+KvHeads = Annotated[int, typer.Option(help="key/value heads", min=1)]
+HeadDim = Annotated[int, typer.Option(help="size of a head", min=1)]
+
+
+@app.command()
+def workload(
+    source: Source,
+    tokens: Tokens = 65536,
+    seed: Seed = 0,
+    scale: Scale = 1.0,
+    out: Annotated[Path | None, typer.Option(help="write the layout to this JSON file")] = None,
+) -> None:
+    """Build a layout and say what is in it."""
+    layout = _layout(source, tokens, seed, scale)
+    spans, lengths = Counter[str](), Counter[str]()
+    for sample in layout.samples:
+        for span in sample:
+            spans[span.mode] += 1
+            lengths[span.mode] += span.length
+    table = Table(title=f"{source}: {layout.tokens:,} tokens in {len(layout.samples):,} samples")
+    for column in ("mode", "spans", "tokens", "share", "mean length"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for mode, count in spans.most_common():
+        share = lengths[mode] / layout.tokens
+        table.add_row(mode, f"{count:,}", f"{lengths[mode]:,}", f"{share:.1%}", f"{lengths[mode] / count:.1f}")
+    console.print(table)
+    if out is not None:
+        out.write_text(layout.to_json())
+
+
+@app.command()
+def plan(
+    source: Source,
+    tokens: Tokens = 65536,
+    seed: Seed = 0,
+    scale: Scale = 1.0,
+    ranks: Ranks = 8,
+    window: Window = None,
+    order: Order = "ptrr",
+    block: Block = 128,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    head_dim: HeadDim = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """Plan a ring and show its work per rank and step, its balance and its bytes."""
+    layout = _layout(source, tokens, seed, scale)
+    shape = marble.AttentionShape(heads, kv_heads, head_dim, window)
+    with _busy("planning"):
+        planned = marble.plan(layout, shape, ranks=ranks, order=order, block=block)
+    summary = summarise([planned.schedules[0][rank] for rank in range(ranks)], head_dim)
+    if as_json:
+        fields = {name: getattr(summary, name).tolist() for name in summary.__dataclass_fields__}
+        ratios = {
+            name: getattr(summary, name) for name in ("total_balance", "step_balance", "token_balance", "partial_share")
+        }
+        typer.echo(json.dumps({"source": source, "order": order, "block": block, "ranks": ranks} | fields | ratios))
+        return
+    console.print(_rank_table(summary, f"{source}: {layout.tokens:,} tokens, {order} order, tiles of {block}×{block}"))
+    console.print(_step_table(summary))
+    console.print(
+        f"busiest rank / mean {summary.total_balance:.4f} · sum of slowest steps / mean {summary.step_balance:.4f} · "
+        f"most tokens / mean {summary.token_balance:.4f} · partial tiles {summary.partial_share:.1%}"
+    )
+
+
+@app.command()
+def check(
+    source: Source,
+    tokens: Tokens = 4096,
+    seed: Seed = 0,
+    scale: Annotated[float | None, typer.Option(help="as above; by default the workload's demo scale")] = None,
+    ranks: Ranks = 4,
+    window: Window = None,
+    order: Order = "ptrr",
+    block: Block = 128,
+    heads: Heads = 4,
+    kv_heads: KvHeads = 2,
+    head_dim: HeadDim = 64,
+) -> None:
+    """Prove the schedules right, then compare virtual ranks with a single call. Exit code 1 if they are not exact."""
+    if scale is None:
+        scale = WORKLOADS[source].demo_scale if source in WORKLOADS else 1.0
+    layout = _layout(source, tokens, seed, scale)
+    shape = marble.AttentionShape(heads, kv_heads, head_dim, window)
+    with _progress() as progress:
+        task = progress.add_task("planning", total=6)
+
+        def done(following: str) -> None:
+            progress.update(task, advance=1, description=following)
+
+        planned = marble.plan(layout, shape, ranks=ranks, order=order, block=block)
+        done("proving the schedules")
+        assert planned.masks is not None
+        schedules = [planned.schedules[0][rank] for rank in range(ranks)]
+        report = check_schedules(schedules, planned.order, planned.masks[0])
+        done("float64 reference")
+        problem = exactness.Problem.random(layout, shape, seed=seed)
+        ref = exactness.reference(problem)
+        done("single call")
+        single = exactness.single_call(problem)
+        done("ring in float64")
+        difference = exactness.worst_difference(exactness.distributed(problem, planned, torch.float64), ref)
+        done("ring in bfloat16")
+        ratios = {
+            backend: exactness.error_ratios(exactness.distributed(problem, planned, backend=backend), single, ref)
+            for backend in ("reference", "rounded")
+        }
+        done("done")
+    table = Table(title=f"{source}: error over a single call's, {ranks} ranks, {heads}:{kv_heads} heads of {head_dim}")
+    table.add_column("")
+    for name in exactness.RESULTS:
+        table.add_column(name, justify="right")
+    labels = {"reference": "marble", "rounded": "rounded at every step"}
+    for backend, values in ratios.items():
+        table.add_row(labels[backend], *(f"{values[name]:.4f}" for name in exactness.RESULTS))
+    console.print(table)
+    console.print(
+        f"{report.pairs:,} legal pairs, each computed once forward and once backward; "
+        f"{report.unused_rows:,} of {report.received_rows:,} received rows unused; "
+        f"largest float64 difference {difference:.1e}"
+    )
+    if difference > 1e-10 or max(ratios["reference"].values()) > exactness.GATE:
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    source: Source,
+    out: Annotated[Path, typer.Option(help="the picture to write")] = Path("marble.png"),
+    tokens: Tokens = 4096,
+    seed: Seed = 0,
+    scale: Scale = 1.0,
+    ranks: Ranks = 4,
+    window: Window = None,
+    order: Order = "ptrr",
+    block: Block = 128,
+) -> None:
+    """Draw the mask, the tiles of every step and the work per rank to a PNG."""
+    from marble.plots import show as draw
+
+    layout = _layout(source, tokens, seed, scale)
+    with _busy("planning and drawing"):
+        planned = marble.plan(layout, marble.AttentionShape(1, 1, 128, window), ranks=ranks, order=order, block=block)
+        draw(planned, out, title=f"{source}, {layout.tokens:,} tokens on {ranks} ranks")
+    console.print(f"wrote {out}")
+
+
+def main() -> None:
+    """Run the command line; bad input ends in one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, TypeError, ImportError) as error:
+        progress_console.print(f"[red]error[/red] {error}", highlight=False)
+        raise SystemExit(2) from None
+
+
+def _rank_table(summary: Summary, title: str) -> Table:
+    """Visited tiles of every rank; step by step where the steps fit beside each other."""
+    steps = range(summary.visited.shape[1])
+    steps = steps if len(steps) <= _MOST_COLUMNS else range(0)
+    table = Table(title=title)
+    for column in ("rank", "tokens", *(f"s{step}" for step in steps), "all", "partial", "MB in: fwd", "bwd"):
+        table.add_column(column, justify="right")
+    for rank, visited in enumerate(summary.visited.tolist()):
+        partial = int(summary.partial[rank].sum()) / max(sum(visited), 1)
+        received = (f"{int(part[rank]) / 1e6:,.0f}" for part in (summary.forward_bytes, summary.backward_bytes))
+        tiles = (f"{visited[step]:,}" for step in steps)
+        table.add_row(
+            str(rank), f"{int(summary.tokens[rank]):,}", *tiles, f"{sum(visited):,}", f"{partial:.1%}", *received
+        )
+    return table
+
+
+def _step_table(summary: Summary) -> Table:
+    table = Table(title="a step lasts as long as its slowest rank")
+    for column in ("step", "slowest rank", "its tiles", "mean tiles", "slowest / mean"):
+        table.add_column(column, justify="right")
+    for step, visited in enumerate(summary.visited.T.tolist()):
+        slowest, mean = max(visited), sum(visited) / len(visited)
+        table.add_row(
+            str(step), str(visited.index(slowest)), f"{slowest:,}", f"{mean:,.0f}", f"{slowest / max(mean, 1):.3f}"
+        )
+    return table
+
+
+def _layout(source: str, tokens: int, seed: int, scale: float) -> Layout:
+    if source in WORKLOADS:
+        return build(source, tokens, seed, scale)
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"source: {source!r} is neither a workload ({', '.join(WORKLOADS)}) nor a file")
+    return Layout.from_json(path.read_text())
+
+
+def _progress() -> Progress:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=progress_console, transient=True)
+
+
+@contextmanager
+def _busy(what: str) -> Iterator[None]:
+    """A moving bar for work whose length is not known beforehand."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=progress_console, transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield

@@ -1,0 +1,102 @@
+"""What a plan costs, counted from its schedules: work per rank and step, bytes, tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marble.compose.schedule import Kind, Pass, Schedule
+from marble.kernels.contract import Tiles
+
+_RECORDS = {Kind.PAIRS: (2, False), Kind.PAIR_SUMS: (2, True), Kind.TOKENS: (1, False), Kind.TOKEN_SUMS: (1, True)}
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """The cost of one layer over all ranks. All schemes synchronise after every step.
+
+    Attributes:
+        tokens: tokens of each rank, int64 [ranks].
+        visited: tiles of each rank's forward calls, int64 [ranks, steps].
+        partial: those of them that are partial, int64 [ranks, steps].
+        runs: runs of full tiles, int64 [ranks, steps].
+        touches: query blocks touched, int64 [ranks, steps].
+        forward_bytes: bytes that each rank receives in the forward pass, int64 [ranks].
+        backward_bytes: the same for the backward pass.
+    """
+
+    tokens: Tensor
+    visited: Tensor
+    partial: Tensor
+    runs: Tensor
+    touches: Tensor
+    forward_bytes: Tensor
+    backward_bytes: Tensor
+
+    @property
+    def total_balance(self) -> float:
+        """Work of the busiest rank over the mean."""
+        return _over_mean(self.visited.sum(1))
+
+    @property
+    def step_balance(self) -> float:
+        """Σ over steps of the busiest rank's work, over the mean rank's total: what a ring pays."""
+        mean = self.visited.sum(1).double().mean().item()
+        return self.visited.amax(0).sum().item() / mean if mean else 1.0
+
+    @property
+    def token_balance(self) -> float:
+        """Tokens of the fullest rank over the mean."""
+        return _over_mean(self.tokens)
+
+    @property
+    def partial_share(self) -> float:
+        """Partial tiles over visited tiles."""
+        visited = self.visited.sum().item()
+        return self.partial.sum().item() / visited if visited else 0.0
+
+
+def summarise(schedules: Sequence[Schedule], head_dim: int, itemsize: int = 2) -> Summary:
+    """Count the work and the bytes of all ranks' schedules.
+
+    Args:
+        schedules: one per rank.
+        head_dim: size of a head.
+        itemsize: bytes per element of the inputs; sums across ranks are float32.
+    """
+    counts = torch.zeros(4, len(schedules), max(len(s.forward.steps) for s in schedules), dtype=torch.int64)
+    for rank, schedule in enumerate(schedules):
+        for number, step in enumerate(schedule.forward.steps):
+            for call in step.calls:
+                if isinstance(call.work, Tiles):
+                    tiles = call.work.by_query
+                    touched = int((tiles.counts() > 0).sum())
+                    counts[:, rank, number] += torch.tensor(
+                        [call.work.visited, tiles.partial, len(tiles.runs), touched]
+                    )
+    received = [
+        torch.tensor([_received(schedule.rank, which(schedule), head_dim, itemsize) for schedule in schedules])
+        for which in (lambda schedule: schedule.forward, lambda schedule: schedule.backward)
+    ]
+    return Summary(torch.tensor(schedules[0].tokens), *counts, *received)
+
+
+def _received(rank: int, which: Pass, head_dim: int, itemsize: int) -> int:
+    buffers = {buffer.name: buffer for buffer in which.buffers}
+    total = 0
+    for step in which.steps:
+        for transfer in step.transfers:
+            if transfer.target == rank != transfer.source:
+                buffer = buffers[transfer.dst.buffer]
+                heads = buffer.heads if transfer.dst.heads is None else transfer.dst.heads[1] - transfer.dst.heads[0]
+                records, sums = _RECORDS[buffer.kind]
+                total += len(transfer.dst) * heads * head_dim * records * (4 if sums else itemsize)
+    return total
+
+
+def _over_mean(values: Tensor) -> float:
+    mean = values.double().mean().item()
+    return values.max().item() / mean if mean else 1.0
