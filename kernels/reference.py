@@ -95,7 +95,7 @@ def attend(
     """
     acc, m, l = carried  # noqa: E741
     scores = _grouped(q, k) @ k.transpose(1, 2)
-    scores = scores.view(*q.shape[:2], -1)
+    scores = scores.view(*q.shape[:2], k.shape[1])
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     m_new = torch.maximum(m, scores.amax(-1)) if scores.shape[-1] else m
@@ -132,7 +132,7 @@ def differentiate(
 
     Shapes as in `attend`; ``lse`` and ``delta`` are [heads, queries].
     """
-    scores = (_grouped(q, k) @ k.transpose(1, 2)).view(*q.shape[:2], -1)
+    scores = (_grouped(q, k) @ k.transpose(1, 2)).view(*q.shape[:2], k.shape[1])
     seen = (lse > -torch.inf).unsqueeze(-1)
     weights = torch.exp(scale * scores - torch.where(seen, lse.unsqueeze(-1), 0))
     allowed = seen if mask is None else seen & mask
@@ -192,7 +192,7 @@ def _heads(x: Tensor, rows: slice | Tensor) -> Tensor:
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
     """[heads, rows, n] as [kv_heads, heads / kv_heads · rows, n]: the queries that share a key/value head."""
-    return x.reshape(k.shape[0], -1, x.shape[-1])
+    return x.reshape(k.shape[0], x.shape[0] // k.shape[0] * x.shape[1], x.shape[2])
 
 
 def _take(state: State, rows: slice) -> Carried:

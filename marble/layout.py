@@ -56,11 +56,7 @@ class Span:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "mode", Mode(self.mode))
-        except ValueError:
-            names = ", ".join(repr(mode.value) for mode in Mode)
-            raise ValueError(f"Span.mode: {self.mode!r} is not a mode; use one of {names}") from None
+        object.__setattr__(self, "mode", as_mode(self.mode, "Span.mode"))
         object.__setattr__(self, "length", as_int(self.length, "Span.length"))
         if self.length < 1:
             raise ValueError(f"Span.length: a span needs at least 1 token, got {self.length}; leave empty spans out")
@@ -95,6 +91,7 @@ class SpanTable:
 
     @property
     def stop(self) -> Tensor:
+        """One past the last token of each span."""
         return self.start + self.length
 
 
@@ -228,47 +225,40 @@ class Layout:
         Raises:
             ValueError: if shapes or ``cu_seqlens`` do not match the tokens, or a type has no mode.
         """
-        types = torch.as_tensor(token_type_ids).cpu()
-        if types.ndim not in (1, 2) or types.numel() == 0 or types.is_floating_point():
+        types = _integers(token_type_ids, "token_type_ids")
+        if types.ndim not in (1, 2):
             raise ValueError(
-                "token_type_ids: expected integers of shape [tokens] or [batch, tokens], at least one token"
+                f"token_type_ids: expected integers of shape [tokens] or [batch, tokens], got {tuple(types.shape)}"
             )
-        keep = torch.ones_like(types, dtype=torch.bool)
-        if attention_mask is not None:
-            keep = torch.as_tensor(attention_mask).cpu().bool()
-            if keep.shape != types.shape:
-                raise ValueError(
-                    f"attention_mask: shape {tuple(keep.shape)} differs from token_type_ids {tuple(types.shape)}"
-                )
+        keep = torch.ones_like(types) if attention_mask is None else _integers(attention_mask, "attention_mask")
+        if keep.shape != types.shape:
+            raise ValueError(
+                f"attention_mask: shape {tuple(keep.shape)} differs from token_type_ids {tuple(types.shape)}"
+            )
+        if not bool(((keep == 0) | (keep == 1)).all()):
+            raise ValueError("attention_mask: expected 1 for tokens and 0 for padding")
         if types.ndim == 2:
             if cu_seqlens is not None:
                 raise ValueError("cu_seqlens: a batch has one sample per row already; flatten it or leave this out")
             bounds = [row * types.shape[1] for row in range(types.shape[0] + 1)]
         else:
             bounds = [0, types.numel()] if cu_seqlens is None else as_ints(cu_seqlens, "cu_seqlens")
-        if bounds[0] != 0 or bounds[-1] != types.numel() or any(a > b for a, b in itertools.pairwise(bounds)):
+        rising = len(bounds) > 1 and bounds[0] == 0 and all(a <= b for a, b in itertools.pairwise(bounds))
+        if not rising or bounds[-1] != types.numel():
             raise ValueError(f"cu_seqlens: must rise from 0 to the {types.numel()} tokens of token_type_ids")
-        mapping = {0: Mode.CAUSAL, 1: Mode.FULL} if modes is None else {key: Mode(mode) for key, mode in modes.items()}
+        if modes is not None and not isinstance(modes, Mapping):
+            raise TypeError(f"modes: expected a mapping from type id to mode, got {type(modes).__name__}")
+        known = {
+            key: as_mode(mode, "modes") for key, mode in ({0: "causal", 1: "full"} if modes is None else modes).items()
+        }
         types, keep = types.flatten(), keep.flatten()
-        missing = sorted(set(types[keep].unique().tolist()) - set(mapping))
+        missing = sorted(set(types[keep == 1].unique().tolist()) - set(known))
         if missing:
             raise ValueError(f"modes: no mode for token type {missing[0]}; add it to the mapping")
         samples = []
         for low, high in itertools.pairwise(bounds):
-            if low == high:
-                continue
-            codes = torch.where(keep[low:high], types[low:high], torch.iinfo(types.dtype).max)
-            values, lengths = torch.unique_consecutive(codes, return_counts=True)
-            visible: list[Span] = []
-            for value, length in zip(values.tolist(), lengths.tolist(), strict=True):
-                if value == torch.iinfo(types.dtype).max:
-                    samples += [visible] if visible else []
-                    samples.append([Span(Mode.PAD, length)])
-                    visible = []
-                else:
-                    visible.append(Span(mapping[value], length))
-            samples += [visible] if visible else []
-        return cls(tuple(map(tuple, samples)))
+            samples += _samples_of_types(types[low:high], keep[low:high], known)
+        return cls(tuple(samples))
 
     def to_json(self) -> str:
         """The layout as JSON: ``{"samples": [[["causal", 12], ["group", 83, 0]], ...]}``."""
@@ -293,6 +283,39 @@ class Layout:
         return cls(samples)
 
 
+def _samples_of_types(types: Tensor, keep: Tensor, modes: Mapping[int, Mode]) -> list[tuple[Span, ...]]:
+    """One sample from its type ids, with padding before and behind it as samples of their own."""
+    runs, lengths = torch.unique_consecutive(torch.stack([types * keep, keep], 1), dim=0, return_counts=True)
+    samples: list[tuple[Span, ...]] = []
+    for real, group in itertools.groupby(zip(runs.tolist(), lengths.tolist(), strict=True), lambda run: run[0][1]):
+        samples.append(tuple(Span(modes[kind] if real else Mode.PAD, length) for (kind, _), length in group))
+    if sum(sample[0].mode is not Mode.PAD for sample in samples) > 1:
+        raise ValueError("attention_mask: padding inside a sample; move it to an end, or split the sample there")
+    return samples
+
+
+def as_mode(value: Any, name: str) -> Mode:
+    """``value`` as a mode, or a ValueError that names it and lists the modes."""
+    try:
+        return Mode(value)
+    except ValueError:
+        names = ", ".join(repr(mode.value) for mode in Mode)
+        raise ValueError(f"{name}: {value!r} is not a mode; use one of {names}") from None
+
+
+def _integers(values: Any, name: str) -> Tensor:
+    try:
+        tensor = torch.as_tensor(values).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name}: expected integers, the same number in every row") from None
+    booleans = tensor.dtype == torch.bool and name != "attention_mask"
+    if not tensor.numel():
+        raise ValueError(f"{name}: expected at least one token")
+    if tensor.is_floating_point() or tensor.is_complex() or booleans:
+        raise ValueError(f"{name}: expected integers, got {tensor.dtype}")
+    return tensor.long()
+
+
 def as_int(value: Any, name: str) -> int:
     """``value`` as an int, or a TypeError that names it; booleans and floats are refused."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -302,5 +325,7 @@ def as_int(value: Any, name: str) -> int:
 
 def as_ints(values: Iterable[int] | Tensor, name: str) -> list[int]:
     """A sequence or tensor of integers as a list."""
-    flat = values.tolist() if isinstance(values, Tensor) else list(values)
+    flat = values.tolist() if isinstance(values, Tensor) else values
+    if not isinstance(flat, Iterable):
+        raise TypeError(f"{name}: expected a sequence of integers, got {type(values).__name__}")
     return [as_int(value, name) for value in flat]

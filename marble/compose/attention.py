@@ -18,6 +18,7 @@ from marble.compose.planner import AttentionShape, Plan
 from marble.compose.schedule import Pass, Schedule
 from marble.kernels import launch
 from marble.kernels.contract import Backend, move
+from marble.layout import as_int
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -55,6 +56,8 @@ def attention(
     """
     shape = _check(q, k, v, plan, layer)
     chosen = launch.backend(backend) if isinstance(backend, str) else backend
+    if not all(callable(getattr(chosen, call, None)) for call in ("forward", "delta", "backward")):
+        raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
     ranks = group if plan.rank is None else plan.process_group(group)
     run = _Run(_schedules_on(plan, layer, q.device), plan.order.lengths, chosen, ranks, shape.softmax_scale)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -122,7 +125,8 @@ class _Attention(torch.autograd.Function):
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, layer: int) -> AttentionShape:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected the result of marble.plan, got {type(plan).__name__}")
-    if not isinstance(layer, int) or not 0 <= layer < len(plan.layers):
+    layer = as_int(layer, "layer")
+    if not 0 <= layer < len(plan.layers):
         raise ValueError(f"layer: the plan has layers 0 to {len(plan.layers) - 1}, got {layer!r}")
     shape = plan.layers[layer]
     for name, tensor, heads in (("q", q, shape.heads), ("k", k, shape.kv_heads), ("v", v, shape.kv_heads)):

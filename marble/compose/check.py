@@ -27,6 +27,8 @@ from marble.mask.tiles import StoredMask
 from marble.order.token_order import TokenOrder
 
 _NOTHING = -1
+_INPUTS = ("kv", "q", "dout", "lse", "delta")
+"""What a pass is handed. Content names both the token and which of these it is: token + index · tokens."""
 _STRIP = 2048
 
 
@@ -75,8 +77,9 @@ def check(schedules: Sequence[Schedule], order: TokenOrder, mask: StoredMask) ->
 class _Rank:
     """What one rank's buffers hold, row by row."""
 
-    def __init__(self, which: Pass, tokens: Tensor, world: int) -> None:
+    def __init__(self, which: Pass, tokens: Tensor, world: int, total: int, inputs: tuple[str, ...]) -> None:
         self.tokens = tokens
+        self.total = total
         self.kinds = {buffer.name: buffer.kind for buffer in which.buffers}
         sizes = {buffer.name: buffer.rows for buffer in which.buffers}
         # Pairs: the storage position of the token whose key lies there. Sums: the token, and the ranks added so far.
@@ -84,18 +87,24 @@ class _Rank:
         self.shares = {name: torch.zeros(size, world, dtype=torch.bool) for name, size in sizes.items()}
         self.ready = {name: torch.zeros(size, dtype=torch.bool) for name, size in sizes.items()}
         self.unread = {name: torch.zeros(size, dtype=torch.bool) for name, size in sizes.items()}
-        for name in {"q", "kv", "dout", "delta"} & set(sizes):
-            self.content[name][: len(tokens)] = tokens
+        self.counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+        for name in set(inputs) & set(sizes):
+            self.content[name][: len(tokens)] = tokens + _INPUTS.index(name) * total
             self.ready[name][: len(tokens)] = True
         self.begun = torch.zeros(len(tokens), dtype=torch.bool)
-        self.written = torch.zeros(len(tokens), dtype=torch.int64)
+        self.written = {name: torch.zeros(len(tokens), dtype=torch.int64) for name in ("out", "lse")}
         self.computed: list[tuple[Call, Tensor]] = []
 
 
 class _Walk:
     def __init__(self, passes: list[Pass], shards: list[Tensor], mask: StoredMask, name: str) -> None:
         self.passes, self.shards, self.mask, self.name = passes, shards, mask, name
-        self.ranks = [_Rank(which, shard, len(passes)) for which, shard in zip(passes, shards, strict=True)]
+        inputs = ("q", "kv") if name == "forward" else _INPUTS
+        total = sum(map(len, shards))
+        self.ranks = [
+            _Rank(which, shard, len(passes), total, inputs) for which, shard in zip(passes, shards, strict=True)
+        ]
+        self.touches = torch.zeros(total, dtype=torch.int64)
         self.received = self.unused = self.pairs = 0
         self.where = ""
 
@@ -148,6 +157,11 @@ class _Walk:
         arriving = [t.dst for t in step.transfers if t.target == rank]
         written = list(step.clears) + [call.dkv for call in step.calls if call.dkv is not None]
         read = [call.kv for call in step.calls]
+        for call in step.calls:
+            outputs = (call.out, call.lse) if self.name == "forward" else (call.dq,)
+            inputs = (call.q,) if self.name == "forward" else (call.q, call.out, call.lse, call.delta)
+            written += [Rows(name, 0, self.size(rank, name)) for name in outputs]
+            read += [Rows(name, 0, self.size(rank, name)) for name in inputs]
         for index, rows in enumerate(arriving):
             others = leaving + arriving[:index] + written + read
             if any(rows.overlaps(other) for other in others):
@@ -156,18 +170,26 @@ class _Walk:
             if any(rows.overlaps(other) for other in written):
                 self.fail(rank, f"{rows} is written while it is being sent")
 
+    def size(self, rank: int, name: str) -> int:
+        """Rows of a buffer; 0 for one that is not declared, which `fits` reports."""
+        return len(self.ranks[rank].content.get(name, ()))
+
     def load(self, transfer: Transfer) -> Callable[[], None]:
         """Read a transfer's source as it is now; the answer stores it at the target."""
         source, target = self.ranks[transfer.source], self.ranks[transfer.target]
         src, dst = transfer.src, transfer.dst
-        if dst.buffer not in target.content or dst.stop > len(target.content[dst.buffer]):
-            self.fail(transfer.target, f"{dst} does not exist")
+        for rank, state, rows in ((transfer.source, source, src), (transfer.target, target, dst)):
+            if rows.buffer not in state.content or not 0 <= rows.start <= rows.stop <= len(state.content[rows.buffer]):
+                self.fail(rank, f"{rows} does not exist")
+            if rows.heads is not None:
+                self.fail(rank, f"{rows}: parts of heads are not followed yet")
         if source.kinds[src.buffer] is not target.kinds[dst.buffer]:
             self.fail(transfer.source, f"{src} and {dst} hold different things")
         if not self.part(source.ready, src).all():
             self.fail(transfer.source, f"{src} is sent before it holds anything")
         self.part(source.unread, src).fill_(False)
         content, shares = self.part(source.content, src).clone(), self.part(source.shares, src).clone()
+        counts = self.part(source.counts, src).clone()
         remote = transfer.source != transfer.target and source.kinds[src.buffer] is Kind.PAIRS
         self.received += len(src) * remote
 
@@ -176,6 +198,7 @@ class _Walk:
                 self.unused += int(self.part(target.unread, dst).sum())
             self.part(target.content, dst).copy_(content)
             self.part(target.shares, dst).copy_(shares)
+            self.part(target.counts, dst).copy_(counts)
             self.part(target.ready, dst).fill_(True)
             self.part(target.unread, dst).fill_(remote)
 
@@ -186,13 +209,25 @@ class _Walk:
         for rows in step.clears:
             self.part(state.content, rows).fill_(_NOTHING)
             self.part(state.shares, rows).fill_(False)
+            self.part(state.counts, rows).fill_(0)
             self.part(state.ready, rows).fill_(True)
-            if rows.buffer == "out":
-                state.written[rows.start : rows.stop] += 1
+            if self.name == "forward" and rows.buffer in state.written:
+                state.written[rows.buffer][rows.start : rows.stop] += 1
         for call in step.calls:
-            if not self.part(state.ready, call.kv)[_used_keys(call, len(call.kv))].all():
-                self.fail(rank, f"{call.kv} is read before it holds keys")
+            self.fits(rank, call)
             keys = self.part(state.content, call.kv).clone()
+            used = _used_keys(call, len(call.kv))
+            held = self.part(state.ready, call.kv) & (keys >= 0) & (keys < state.total)
+            if not held[used].all():
+                self.fail(rank, f"{call.kv} is read where it holds no keys")
+            touched = _touched_rows(call)[0]
+            inputs = {"q": call.q}
+            if self.name == "backward":
+                inputs |= {"dout": call.out, "lse": call.lse, "delta": call.delta}
+            for what, name in inputs.items():
+                expected = state.tokens[touched] + _INPUTS.index(what) * state.total
+                if (state.content[name][touched] != expected).any():
+                    self.fail(rank, f"a call takes {what} from {name!r}, which holds something else")
             self.part(state.unread, call.kv).fill_(False)
             state.computed.append((call, keys))
             if self.name == "forward":
@@ -200,17 +235,36 @@ class _Walk:
             else:
                 self.accumulate(rank, call, keys)
 
+    def fits(self, rank: int, call: Call) -> None:
+        """A call's buffers are of the right kinds, and its work lies inside their rows."""
+        state = self.ranks[rank]
+        kinds = {call.q: Kind.TOKENS, call.kv.buffer: Kind.PAIRS, call.out: Kind.TOKENS, call.lse: Kind.STATISTICS}
+        if self.name == "backward" and call.dkv is not None:
+            kinds |= {call.dkv.buffer: Kind.PAIR_SUMS, call.dq: Kind.TOKEN_SUMS, call.delta: Kind.STATISTICS}
+        for name, kind in kinds.items():
+            if state.kinds.get(name) is not kind:
+                self.fail(rank, f"a call needs {kind} in {name!r}, not {state.kinds.get(name)}")
+        if isinstance(call.work, Tiles):
+            work = call.work
+            if work.query_rows != len(state.tokens):
+                self.fail(rank, f"a call has {work.query_rows} query rows, the rank {len(state.tokens)}")
+            if len(work.key_row) and not 0 <= int(work.key_row.min()) <= int(
+                (work.key_row + work.key_len).max()
+            ) <= len(call.kv):
+                self.fail(rank, f"a call's key blocks leave {call.kv}")
+
     def touch(self, rank: int, call: Call) -> None:
         """A row's first touch begins its state, its last ends it, and touches in between find it begun."""
         state = self.ranks[rank]
         rows, flags = _touched_rows(call)
         first, last = (flags & int(Touch.FIRST)).bool(), (flags & int(Touch.LAST)).bool()
-        if (state.written[rows] > 0).any():
+        if (state.written["out"][rows] > 0).any():
             self.fail(rank, "a call touches query rows after their last touch")
         if (state.begun[rows] == first).any():
             self.fail(rank, "query rows must be begun by their first touch, and by no other")
         state.begun[rows] = True
-        state.written[rows[last]] += 1
+        for written in state.written.values():
+            written[rows[last]] += 1
 
     def accumulate(self, rank: int, call: Call, keys: Tensor) -> None:
         """A backward call adds this rank's share to the gradients of the keys that it reads."""
@@ -228,10 +282,21 @@ class _Walk:
         if call.dkv.heads is None and shares[used, rank].any() and isinstance(call.work, Tiles):
             self.fail(rank, f"{call.dkv} gets this rank's share twice")
         shares[used, rank] = True
+        rows = _touched_rows(call)[0]
+        if ((state.content[call.dq] != _NOTHING)[rows] & (state.content[call.dq][rows] != state.tokens[rows])).any():
+            self.fail(rank, f"{call.dq} mixes the gradients of different tokens")
+        state.content[call.dq][rows] = state.tokens[rows]
+        state.counts[call.dq][rows] += 1
+        self.touches[state.tokens[rows]] += 1
 
     def add(self, rank: int, step: Step) -> None:
         state = self.ranks[rank]
         for add in step.adds:
+            if add.src.overlaps(add.dst):
+                self.fail(rank, f"{add} adds rows to themselves")
+            kinds = {state.kinds[rows.buffer] for rows in (add.src, add.dst)}
+            if len(kinds) > 1 or not kinds <= {Kind.TOKEN_SUMS, Kind.PAIR_SUMS}:
+                self.fail(rank, f"{add} adds {', '.join(sorted(kinds))}")
             if not (self.part(state.ready, add.src).all() and self.part(state.ready, add.dst).all()):
                 self.fail(rank, f"{add} uses rows that hold nothing")
             src, dst = (self.part(state.content, rows) for rows in (add.src, add.dst))
@@ -242,17 +307,28 @@ class _Walk:
             if (shares & more).any():
                 self.fail(rank, f"{add} adds a rank's share twice")
             shares |= more
+            self.part(state.counts, add.dst).add_(self.part(state.counts, add.src))
 
     def settle(self, rank: int) -> None:
         """Results are complete: outputs written once, gradients at home with every share."""
         state = self.ranks[rank]
+        for name in ("q", "dout", "lse", "delta") if self.name == "backward" else ("q",):
+            expected = state.tokens + _INPUTS.index(name) * state.total
+            if (state.content[name][: len(state.tokens)] != expected).any():
+                self.fail(rank, f"the pass changes its input {name!r}, which is its caller's")
         if self.name == "forward":
-            if (state.written != 1).any():
-                self.fail(rank, f"{int((state.written != 1).sum())} output rows are not written exactly once")
+            for name, written in state.written.items():
+                if (written != 1).any():
+                    self.fail(rank, f"{int((written != 1).sum())} rows of {name!r} are not written exactly once")
             return
         count = len(state.tokens)
         if not (state.ready["dq"].all() and state.ready["dkv"][:count].all()):
             self.fail(rank, "gradients were never cleared")
+        if (state.counts["dq"][:count] != self.touches[state.tokens]).any():
+            self.fail(rank, "shares of query gradients are lost")
+        there = state.content["dq"][:count]
+        if ((there != _NOTHING) & (there != state.tokens)).any():
+            self.fail(rank, "the query gradients of other tokens came home")
         content = state.content["dkv"][:count]
         if ((content != _NOTHING) & (content != state.tokens)).any():
             self.fail(rank, "the gradients of other tokens came home")
@@ -322,11 +398,10 @@ def _covered(call: Call, rows: int, name: str, queries: int) -> Tensor:
         spots = work.key_row.tolist(), work.key_len.tolist()
         index = torch.cat([torch.arange(row, row + length) for row, length in zip(*spots, strict=True)])
         count = torch.zeros(queries, rows, dtype=torch.int32)
-        lists = work.by_query if name == "forward" else work.by_key
-        sides = (queries, len(index)) if name == "forward" else (len(index), queries)
-        dense_count = covered(lists, *sides, work.block)
-        count[:, index] = dense_count if name == "forward" else dense_count.T
-        return count
+        by_query = covered(work.by_query, queries, len(index), work.block)
+        if (by_query != covered(work.by_key, len(index), queries, work.block).T).any():
+            raise ScheduleError(f"{name}: the tiles of a call by query and by key are not the same")
+        return count.index_add_(1, index, by_query)
     return _covered_varlen(work, queries, rows)
 
 

@@ -18,6 +18,7 @@ from marble.compose.schedules.ring import ring
 from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
+from marble.mask.domains import probe
 from marble.mask.modes import not_padding, packed_mask
 from marble.mask.ranges import visible_ranges
 from marble.mask.storage import Storage
@@ -187,6 +188,7 @@ class Plan:
     def _expect(self, x: Tensor, dim: int, tokens: int, name: str) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        dim = as_int(dim, f"{name}: dim")
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"{name}: dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
         if x.shape[dim] != tokens:
@@ -236,6 +238,8 @@ def plan(
     block = as_int(block, "block")
     if not 1 <= block <= MAX_BLOCK:
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
+    if not isinstance(order, str):
+        raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
     masks = _stored_masks(layout, layers, mask, tracks)
@@ -269,6 +273,8 @@ def _resolve_ranks(ranks: int | None, rank: int | None, group: dist.ProcessGroup
     if group is not None:
         if ranks is not None or rank is not None:
             raise ValueError("group: give either a group or ranks and rank, not both")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a process group that this process is in, got {type(group).__name__}")
         return group.size(), group.rank()
     if ranks is None:
         raise ValueError("ranks: say how many ranks share the sequence, or give their process group")
@@ -288,12 +294,16 @@ def _stored_masks(
     """Each layer's mask over one storage order; equal masks are one object."""
     if mask is not None and not callable(mask):
         raise TypeError(f"mask: expected a function of (q, k), got {type(mask).__name__}")
+    if mask is None and tracks is not None:
+        raise ValueError("tracks: only a mask of one's own reads them; give mask too, or leave tracks out")
     windows = [shape.window for shape in layers]
     if mask is not None and any(window is not None for window in windows):
         raise ValueError("mask: a mask of one's own replaces the window too; put the window into the mask")
     natural = mask is not None or any(window is not None for window in windows)
     storage = Storage.natural(layout) if natural else set_apart(layout)
     stored_tracks = Tracks.of(layout, tracks).take(storage.sequence)
+    if mask is not None:
+        probe(mask, stored_tracks)
     built: dict[int | None, StoredMask] = {}
     for window in windows:
         if window not in built:

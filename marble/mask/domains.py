@@ -7,22 +7,24 @@ none is, unknown that the pair must be looked into. This is sound for any mask a
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from marble.mask.algebra import MaskFn
-from marble.mask.tracks import Tracks
+from marble.mask.tracks import Operand, Tracks
 
 _BITMAP = 64
 
 
 def dense(mask: MaskFn, q: Tracks, k: Tracks) -> Tensor:
     """The mask, pair by pair: bool [queries, keys], or [..., queries, keys] for tracks of shape [..., tokens]."""
-    value = mask(q.operand(lambda column: column.unsqueeze(-1)), k.operand(lambda column: column.unsqueeze(-2)))
+    value = mask(
+        q.operand(lambda column: column.long().unsqueeze(-1)), k.operand(lambda column: column.long().unsqueeze(-2))
+    )
     shape = torch.broadcast_shapes(q.pos.unsqueeze(-1).shape, k.pos.unsqueeze(-2).shape)
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         raise TypeError(f"mask: must combine comparisons of q and k into a boolean, got {type(value).__name__}")
@@ -51,19 +53,36 @@ class BlockSummaries:
         """The summaries of some blocks."""
         return BlockSummaries({name: column.map(lambda part: part[index]) for name, column in self.columns.items()})
 
-    def operand(self, dim: int) -> Any:
+    def operand(self, dim: int) -> Operand:
         """A mask's operand, with blocks along the rows (``dim`` −1) or the columns (``dim`` −2) of the answer."""
-        lifted = {name: column.map(lambda part: part.unsqueeze(dim)) for name, column in self.columns.items()}
-        return SimpleNamespace(**lifted)
+        return Operand({name: column.map(lambda part: part.unsqueeze(dim)) for name, column in self.columns.items()})
 
 
 def summarise(mask: MaskFn, q: BlockSummaries, k: BlockSummaries) -> tuple[Tensor, Tensor]:
     """Which block pairs are full (every pair legal) and which may hold a legal pair: two bool [q blocks, k blocks]."""
     value = mask(q.operand(-1), k.operand(-2))
     if not isinstance(value, Unknown):
-        raise TypeError(f"mask: must combine comparisons of q and k, got {type(value).__name__}")
+        raise TypeError(f"mask: must combine comparisons of q and k into one condition, got {type(value).__name__}")
     shape = (len(q.columns["pos"].low), len(k.columns["pos"].low))
     return (~value.may_be_false).expand(shape), value.may_be_true.expand(shape)
+
+
+def probe(mask: MaskFn, tracks: Tracks) -> None:
+    """Call a user's mask once on block summaries, so that what is wrong with it is said before anything is planned.
+
+    Raises:
+        TypeError: if it is not a function of (q, k) that combines comparisons into one condition.
+        ValueError: if it reads a track that does not exist.
+    """
+    try:
+        signature = inspect.signature(mask)
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(f"mask: expected a function of (q, k), got {mask!r}") from None
+    except ValueError:
+        pass  # a builtin without a signature
+    summaries = BlockSummaries.of(tracks.take(slice(0, 1)), 1)
+    summarise(mask, summaries, summaries)
 
 
 def _bitmap(values: Tensor) -> Tensor:
@@ -143,6 +162,14 @@ class Interval:
         return Interval(low, high)
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Interval:
+        raise TypeError("mask: tracks are integers; divide them with //")
+
+    def __and__(self, other: Any) -> Interval:
+        raise TypeError("mask: & and | combine comparisons, not tracks; compare tracks first, in parentheses")
+
+    __rand__ = __or__ = __ror__ = __and__
 
     def __floordiv__(self, divisor: int) -> Interval:
         _positive(divisor, "//")

@@ -139,7 +139,7 @@ class _Pairing:
         open_pairs[:, 0] = blocks[open_pairs[:, 0]]
         some, all_ = self._look(open_pairs)
         upgraded = open_pairs[all_]
-        full[torch.searchsorted(blocks, upgraded[:, 0]), upgraded[:, 1]] = True
+        full[torch.searchsorted(blocks, upgraded[:, 0].contiguous()), upgraded[:, 1]] = True
         edges = torch.nn.functional.pad(full.byte(), (1, 1)).diff(dim=1).to(torch.int8)
         starts, stops = (edges == 1).nonzero(), (edges == -1).nonzero()
         runs = torch.stack([blocks[starts[:, 0]], starts[:, 1], stops[:, 1] - starts[:, 1]], 1)

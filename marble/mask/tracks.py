@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,7 +36,8 @@ class Tracks:
         """The tracks of a layout in sequence order.
 
         Raises:
-            ValueError: if a user track has a reserved name or does not hold one integer per token.
+            TypeError: if ``user`` is not a mapping.
+            ValueError: if a user track has a reserved name or does not hold one 32-bit integer per token.
         """
         table = layout.table
         sample, seg, noise = (
@@ -45,13 +45,12 @@ class Tracks:
         )
         pos = torch.arange(layout.tokens, dtype=torch.int32)
         extra = {}
+        if user is not None and not isinstance(user, Mapping):
+            raise TypeError(f"tracks: expected a mapping of names to tensors, got {type(user).__name__}")
         for name, column in (user or {}).items():
             if name in ("sample", "seg", "noise", "pos"):
                 raise ValueError(f"tracks: {name!r} is one of marble's own tracks; choose another name")
-            column = torch.as_tensor(column)
-            if column.shape != (layout.tokens,) or column.is_floating_point():
-                raise ValueError(f"tracks: {name!r} must hold one integer per token, [{layout.tokens}]")
-            extra[name] = column.int()
+            extra[name] = _user_track(column, name, layout.tokens)
         return cls(sample, seg, noise, pos, extra)
 
     def __len__(self) -> int:
@@ -72,6 +71,31 @@ class Tracks:
             {name: column[index] for name, column in self.user.items()},
         )
 
-    def operand(self, lift: Callable[[Tensor], Any]) -> SimpleNamespace:
+    def operand(self, lift: Callable[[Tensor], Any]) -> Operand:
         """A mask's operand: every column lifted into a domain, read as ``q.pos``, ``q.seg`` and so on."""
-        return SimpleNamespace(**{name: lift(column) for name, column in self.columns.items()})
+        return Operand({name: lift(column) for name, column in self.columns.items()})
+
+
+class Operand:
+    """One side of a pair, as a mask sees it: the tracks by name, in whatever domain the mask runs on."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self.__dict__.update(columns)
+
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(self.__dict__)
+        raise ValueError(f"mask: reads the track {name!r}, but there are only {known}; give it in tracks")
+
+
+def _user_track(values: Any, name: str, tokens: int) -> Tensor:
+    problem = f"tracks: {name!r} must hold one integer per token, [{tokens}], within int32"
+    try:
+        column = torch.as_tensor(values)
+    except (TypeError, ValueError):
+        raise ValueError(problem) from None
+    if column.shape != (tokens,) or column.is_floating_point() or column.is_complex():
+        raise ValueError(problem)
+    limits = torch.iinfo(torch.int32)
+    if int(column.min()) < limits.min or int(column.max()) > limits.max:
+        raise ValueError(problem)
+    return column.int()

@@ -1,0 +1,135 @@
+"""The checker accepts what the builders build, and nothing that gives wrong numbers."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from mutations import ALWAYS_HARMFUL, MUTATIONS
+from virtual import differences, nan_in_new_memory, random_inputs, run
+
+from marble.compose.check import ScheduleError, check
+from marble.layout import Layout, Span
+from marble.mask.domains import dense
+from marble.mask.storage import Storage
+from marble.order.token_order import TokenOrder
+from marble.testing.layouts import Case, random_case, stored_mask
+
+rngs = st.builds(Random, st.integers(0, 2**32 - 1))
+TRIALS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _poison():
+    with nan_in_new_memory():
+        yield
+
+
+@settings(max_examples=100)
+@given(rng=rngs)
+def test_built_schedules_are_accepted(rng):
+    case = random_case(rng)
+    note(repr(case))
+    report = check(case.schedules(), case.order, case.mask)
+    assert report.pairs == int(dense(case.mask.mask, case.mask.tracks, case.mask.tracks).sum())
+    assert report.received_rows == case.layout.tokens * (case.world - 1)
+    assert 0 <= report.unused_rows <= report.received_rows
+
+
+def rejected(schedules: list, case: Case) -> bool:
+    """Whether the checker refuses the schedules in its own words; any other exception passes through."""
+    try:
+        check(schedules, case.order, case.mask)
+    except ScheduleError:
+        return True
+    return False
+
+
+def harmful(broken: list, case: Case) -> bool:
+    """Whether broken schedules give wrong numbers, or none at all."""
+    inputs = random_inputs(case)
+    expected = run(case.schedules(), case.order, inputs)
+    try:
+        return differences(run(broken, case.order, inputs), expected, 1e-9) != []
+    except Exception:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("name", "which"), [(name, which) for name, (passes, _) in MUTATIONS.items() for which in passes]
+)
+def test_broken_schedules_are_rejected(name, which):
+    """What the checker accepts gives right numbers; the trials break enough for that to mean something."""
+    caught = 0
+    for seed in range(100):
+        rng = Random(f"{name}, {which}, {seed}")
+        # Mostly packs whose spans see a lot of each other, small enough to run.
+        case = random_case(rng, samples=2, spans=4, ranks=(1, 5), blocks=(1, 2, 3, 4, 5, 7))
+        broken = MUTATIONS[name][1](rng, case.schedules(), which)
+        if broken is None:
+            continue
+        if rejected(broken, case):
+            caught += 1
+        else:
+            assert name not in ALWAYS_HARMFUL, f"accepted, seed {seed}: {case}"
+            wrong = harmful(broken, case)
+            assert not wrong, f"accepted, seed {seed}: {case}"
+        if caught == TRIALS:
+            break
+    assert caught >= TRIALS // 2, f"only {caught} schedules were rejected: the mutation finds too little to break"
+
+
+def small_case(world: int = 2) -> Case:
+    layout = Layout([[Span("causal", 6), Span("full", 4), Span("causal", 2)]])
+    mask = stored_mask(Storage.natural(layout))
+    ranks = torch.tensor([0, 1, 1, 0]) % world
+    return Case(layout, None, None, 3, world, 2, 1, mask, TokenOrder.of_blocks("mine", mask.storage, world, ranks, 3))
+
+
+def test_schedules_must_be_complete_and_in_order():
+    case = small_case()
+    schedules = case.schedules()
+    with pytest.raises(ScheduleError, match="ranks 0 to 1"):
+        check(schedules[:1], case.order, case.mask)
+    with pytest.raises(ScheduleError, match="in order"):
+        check(schedules[::-1], case.order, case.mask)
+
+
+def test_schedules_must_be_for_the_order():
+    case = small_case()
+    pieces = torch.tensor([[0, 5, 0], [5, 12, 1]])
+    with pytest.raises(ScheduleError, match="another token order"):
+        check(case.schedules(), TokenOrder("other", case.mask.storage, 2, pieces), case.mask)
+
+
+def test_schedules_must_be_for_the_mask():
+    case = small_case()
+    with pytest.raises(ScheduleError, match="forward, at the end, rank 1: 0 legal pairs are not computed, 6 illegal"):
+        check(case.schedules(), case.order, stored_mask(case.mask.storage, user="(q.pos >= k.pos) | (q.pos < 0)"))
+
+
+def test_ranks_must_have_as_many_steps():
+    case = small_case()
+    one, other = case.schedules()
+    short = replace(one, forward=replace(one.forward, steps=one.forward.steps[:-1]))
+    with pytest.raises(ScheduleError, match="different numbers of steps"):
+        check([short, other], case.order, case.mask)
+
+
+def test_rows_that_nobody_reads_are_reported():
+    """Two documents on two ranks: all that a ring sends is for nothing."""
+    layout = Layout.from_cu_seqlens([0, 6, 12])
+    mask = stored_mask(Storage.natural(layout))
+    order = TokenOrder("mine", mask.storage, 2, torch.tensor([[0, 6, 0], [6, 12, 1]]))
+    case = Case(layout, None, None, 3, 2, 1, 1, mask, order)
+    report = check(case.schedules(), order, mask)
+    assert (report.pairs, report.received_rows, report.unused_rows) == (42, 12, 12)
+
+
+def test_the_error_says_where():
+    case = small_case()
+    schedules = MUTATIONS["an add is dropped"][1](Random(0), case.schedules(), "backward")
+    with pytest.raises(ScheduleError, match=r"backward, .*rank [01]: "):
+        check(schedules, case.order, case.mask)

@@ -1,0 +1,159 @@
+"""The executor on virtual ranks gives the numbers of a dense softmax, in float64 and with NaN in all unset memory."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from virtual import differences, nan_in_new_memory, random_inputs, run, truth
+
+from marble.compose import executor
+from marble.compose.schedule import Buffer, Kind, Pass
+from marble.kernels.contract import State
+from marble.kernels.reference import ReferenceBackend
+from marble.layout import Layout, Span
+from marble.mask.storage import Storage
+from marble.order.token_order import TokenOrder
+from marble.testing.layouts import Case, random_case, stored_mask
+
+rngs = st.builds(Random, st.integers(0, 2**32 - 1))
+SUMS = (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _poison():
+    with nan_in_new_memory():
+        yield
+
+
+def case_of(layout: Layout, pieces: list, world: int, block: int, heads: int = 2, kv_heads: int = 1) -> Case:
+    mask = stored_mask(Storage.natural(layout))
+    order = TokenOrder("mine", mask.storage, world, torch.tensor(pieces))
+    return Case(layout, None, None, block, world, heads, kv_heads, mask, order)
+
+
+@settings(max_examples=120)
+@given(rng=rngs)
+def test_virtual_ranks_match_a_dense_softmax(rng):
+    case = random_case(rng, samples=4, spans=5)
+    note(repr(case))
+    inputs = random_inputs(case, seed=rng.randint(0, 1000))
+    assert differences(run(case.schedules(), case.order, inputs), truth(case.mask, inputs)) == []
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_head_counts_and_ring_sizes(world, heads, kv_heads):
+    layout = Layout(
+        [
+            [Span("causal", 7), Span("full", 6), Span("causal", 3), Span("noise", 5), Span("full", 5)],
+            [Span("group", 4), Span("causal", 5), Span("group", 6)],
+            [Span("pad", 3)],
+        ]
+    )
+    pieces = [[low, min(low + 4, 44), low // 4 * 2 % world] for low in range(0, 44, 4)]
+    case = case_of(layout, pieces, world, 4, heads, kv_heads)
+    inputs = random_inputs(case)
+    assert differences(run(case.schedules(), case.order, inputs), truth(case.mask, inputs)) == []
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 16, 17, 33])
+def test_any_length_on_any_ranks(length):
+    """One document, two ranks, no divisibility: the last token counts, and a rank may have none."""
+    cut = max(length // 2, 1)
+    pieces = [[0, cut, 0]] + ([[cut, length, 1]] if cut < length else [])
+    case = case_of(Layout([[Span("causal", length)]]), pieces, 2, 8)
+    inputs = random_inputs(case)
+    assert differences(run(case.schedules(), case.order, inputs), truth(case.mask, inputs)) == []
+
+
+def test_padding_gives_zeros_and_no_nan():
+    case = case_of(Layout([[Span("pad", 5)], [Span("causal", 3)], [Span("pad", 4)]]), [[0, 6, 0], [6, 12, 1]], 2, 4)
+    result = run(case.schedules(), case.order, random_inputs(case))
+    padding = torch.tensor([True] * 5 + [False] * 3 + [True] * 4)
+    assert (result["lse"][padding] == -torch.inf).all()
+    assert result["lse"][~padding].isfinite().all()
+    for name in ("out", "dq", "dk", "dv"):
+        assert (result[name][padding] == 0).all()
+        assert result[name].isfinite().all()
+
+
+def test_documents_do_not_leak():
+    """Another document's tokens change nothing, to the last bit."""
+    case = case_of(Layout.from_cu_seqlens([0, 9, 18]), [[0, 5, 0], [5, 13, 1], [13, 18, 0]], 2, 4)
+    inputs = random_inputs(case)
+    changed = [torch.cat([mine[:9], other[9:]]) for mine, other in zip(inputs, random_inputs(case, 1), strict=True)]
+    one, other = (run(case.schedules(), case.order, x) for x in (inputs, changed))
+    for name in one:
+        assert torch.equal(one[name][:9], other[name][:9])
+        assert not torch.equal(one[name][9:], other[name][9:])
+
+
+@settings(max_examples=60)
+@given(rng=rngs)
+def test_buffers_that_are_summed_are_float32(rng):
+    """By declaration, and as the tensors that bf16 inputs get."""
+    case = random_case(rng, samples=2, spans=3)
+    note(repr(case))
+    q, k, v, dout = random_inputs(case, dtype=torch.bfloat16)
+    for schedule in case.schedules():
+        summed = set()
+        for step in schedule.backward.steps:
+            summed |= {add.dst.buffer for add in step.adds} | {add.src.buffer for add in step.adds}
+            summed |= {name for call in step.calls for name in (call.dq, call.dkv.buffer)}
+        assert {schedule.backward.buffer(name).kind for name in summed} <= {Kind.TOKEN_SUMS, Kind.PAIR_SUMS}
+        assert not any(step.adds for step in schedule.forward.steps), "a forward pass that sums needs a look"
+        shard = case.order.shard(schedule.rank)
+        lse = torch.zeros(case.heads, len(shard))
+        given = {
+            "backward": {
+                "q": q[shard],
+                "kv": torch.stack([k, v], 1)[shard],
+                "dout": dout[shard],
+                "lse": lse,
+                "delta": lse,
+            },
+            "forward": {"q": q[shard], "kv": torch.stack([k, v], 1)[shard]},
+        }
+        for name, tensors in given.items():
+            declared = getattr(schedule, name)
+            memory = executor.Memory(declared, q, tensors)
+            for buffer in declared.buffers:
+                expected = torch.float32 if buffer.kind in SUMS else torch.bfloat16
+                assert memory.tensors[buffer.name].dtype == expected, buffer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_results_and_state_are_in_the_accumulation_type(dtype, sums):
+    states = []
+
+    class Spy(ReferenceBackend):
+        def forward(self, q, k, v, work, state, out, lse, *, scale):
+            states.append(state)
+            super().forward(q, k, v, work, state, out, lse, scale=scale)
+
+    case = case_of(Layout([[Span("causal", 12)]]), [[0, 6, 0], [6, 12, 1]], 2, 4)
+    result = run(case.schedules(), case.order, random_inputs(case, dtype=dtype), Spy())
+    assert result["out"].dtype == dtype
+    assert {result[name].dtype for name in ("lse", "dq", "dk", "dv")} == {sums}
+    assert {part.dtype for state in states for part in (state.acc, state.m, state.l)} == {sums}
+    assert all(isinstance(state, State) for state in states)
+
+
+def test_unused_rows_behind_a_ragged_shard_are_finite():
+    """Whole-block loads read them (contract of `Tiles`)."""
+    declared = Pass((Buffer("kv", Kind.PAIRS, 8, 1), Buffer("dkv", Kind.PAIR_SUMS, 8, 1)), ())
+    like = torch.ones(5, 1, 3, dtype=torch.bfloat16)
+    memory = executor.Memory(declared, like, {"kv": torch.ones(5, 2, 1, 3, dtype=torch.bfloat16)})
+    assert memory.tensors["kv"].isfinite().all()
+    assert (memory.tensors["kv"][:5] == 1).all()
+    assert memory.tensors["dkv"].isnan().all()
