@@ -82,9 +82,10 @@ def cases(console: Console) -> Iterator[Case]:
     for model, scale in REAL.items():
         pack = real_documents(model, TOKENS, scale=scale)
         images = ", ".join(f"{image.name} {image.height}×{image.width}" for image in pack.images[:3])
+        texts = ", ".join(text.source.split()[0] for text in pack.texts[:3])
         console.print(
             f"[bold]real documents, {model}[/bold]: {len(pack.layout.samples)} documents, {len(pack.images)} images "
-            f"({images}, …), {len(pack.texts)} texts ({', '.join(text.source for text in pack.texts[:3])}, …)"
+            f"({images}, …), {len(pack.texts)} texts ({texts}, …)"
         )
         yield Case(f"real {model}", pack.layout, ranks=(1, 2, 4, 8, 16) if model == "molmo" else (1, 2, 4, 8))
     for name, workload in WORKLOADS.items():
@@ -108,14 +109,15 @@ def on_processes(_rank: int, layouts: list[tuple[str, int | None]]) -> list[tupl
 def main() -> int:
     """Run all cases; the exit code."""
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    todo = list(cases(console))
     outcomes: list[Outcome] = []
     worst64 = 0.0
-    steps = sum(len(HEADS) * (2 + len(case.ranks)) for case in todo) + len(todo)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("exactness", total=steps)
+        bar = progress.add_task("reading images and texts", total=None)
+        todo = list(cases(console))
+        progress.update(bar, description=f"all cases on {PROCESSES} processes")
         real_ranks = run_processes(on_processes, PROCESSES, [(case.layout.to_json(), case.window) for case in todo])[0]
-        progress.advance(bar, len(todo))
+        steps = sum(len(HEADS) * (2 + len(case.ranks)) for case in todo)
+        progress.update(bar, description="all cases on virtual ranks", total=steps)
         for index, case in enumerate(todo):
             for heads in HEADS:
                 problem = case.problem(heads)

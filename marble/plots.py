@@ -116,7 +116,7 @@ def _draw_tiles(axes: Axes, plan: Plan, layer: int) -> None:
     axes.set(title=f"Tiles by ring step ({plan.order.name} order)", xlabel="keys of rank", ylabel="queries of rank")
     axes.set_xticks(centres, labels)
     axes.set_yticks(centres, labels)
-    patches = [Patch(facecolor=colours[step].tolist(), label=str(step)) for step in range(plan.world)]
+    patches = [Patch(facecolor=tuple(colours[step].tolist()), label=str(step)) for step in range(plan.world)]
     axes.legend(
         handles=patches,
         title="ring step (lighter: partial)",

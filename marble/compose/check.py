@@ -326,12 +326,10 @@ class _Walk:
             self.fail(rank, "gradients were never cleared")
         if (state.counts["dq"][:count] != self.touches[state.tokens]).any():
             self.fail(rank, "shares of query gradients are lost")
-        there = state.content["dq"][:count]
-        if ((there != _NOTHING) & (there != state.tokens)).any():
-            self.fail(rank, "the query gradients of other tokens came home")
-        content = state.content["dkv"][:count]
-        if ((content != _NOTHING) & (content != state.tokens)).any():
-            self.fail(rank, "the gradients of other tokens came home")
+        for name in ("dq", "dkv"):
+            content = state.content[name][:count]
+            if ((content != _NOTHING) & (content != state.tokens)).any():
+                self.fail(rank, f"gradients of other tokens came home in {name!r}")
         expected = torch.zeros(len(self.mask.tracks), len(self.ranks), dtype=torch.bool)
         for other, there in enumerate(self.ranks):
             for call, keys in there.computed:

@@ -71,7 +71,8 @@ class Problem:
         tensors[3] *= torch.linspace(0.5, 2, layout.tokens, device=device)[:, None, None]
         tracks = Tracks.of(layout)
         mask = dense(and_masks(packed_mask(shape.window), not_padding), tracks, tracks).to(device)
-        return cls(layout, shape, *(tensor.to(dtype).double() for tensor in tensors), mask)
+        q, k, v, dout = (tensor.to(dtype).double() for tensor in tensors)
+        return cls(layout, shape, q, k, v, dout, mask)
 
     def plan(self, ranks: int, order: str = "ptrr", block: int = 128) -> Plan:
         """A plan of this problem on virtual ranks."""
