@@ -22,7 +22,7 @@ class Row:
     """One measured case.
 
     Attributes:
-        bar: the id of the line that it answers.
+        bar: the id of the claim that the row answers.
         case: what was measured.
         metric: name of ``value``.
         value: the figure.

@@ -1,14 +1,15 @@
 """What a kernel backend offers to the executor, and what the data that they exchange means.
 
 A backend knows nothing of masks, spans, ranks or transfers. It gets query and key rows, and tile lists that say which
-pairs to compute. Everything that is carried from one call to the next (`State`, gradients) is row-major and in the
-accumulation type, with the head first: ``[heads, rows, head_dim]``. The accumulation type is float32 for bfloat16,
-float16 and float32 inputs, and float64 for float64 inputs.
+pairs to compute. Everything that is carried from one call to the next (`State`, gradients) is row-major, with the head
+first, ``[heads, rows, head_dim]``, and in the accumulation type: float32 for bfloat16, float16 and float32 inputs,
+float64 for float64 inputs. State is contiguous; gradients may be views of a buffer that travels, with any strides
+between heads and between rows. A ragged block never writes outside its rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum, IntFlag
 from typing import Any, Protocol, TypeVar
 
@@ -26,13 +27,24 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def move(value: T, device: torch.device | str) -> T:
-    """A frozen dataclass of tensors, on another device."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)  # type: ignore[return-value]
-    if hasattr(value, "__dataclass_fields__"):
-        return type(value)(**{f.name: move(getattr(value, f.name), device) for f in fields(value)})  # type: ignore[arg-type]
-    return value
+def move(value: T, device: torch.device | str, moved: dict[int, Any] | None = None) -> T:
+    """A frozen dataclass of tensors, on another device.
+
+    Args:
+        value: the dataclass.
+        device: where to.
+        moved: what has been moved there already, by identity; shared between calls, it keeps shared parts shared.
+    """
+    moved = {} if moved is None else moved
+    if id(value) not in moved:
+        if isinstance(value, Tensor):
+            moved[id(value)] = value.to(device, non_blocking=True)
+        elif is_dataclass(value) and not isinstance(value, type):
+            parts = {field.name: move(getattr(value, field.name), device, moved) for field in fields(value)}
+            moved[id(value)] = type(value)(**parts)
+        else:
+            return value
+    return moved[id(value)]
 
 
 class Touch(IntFlag):
@@ -202,10 +214,20 @@ class Backend(Protocol):
     name: str
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State, out: Tensor, lse: Tensor, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        work: Work,
+        state: State | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
     ) -> None:
         """Fold the call's pairs into ``state``; on a last touch write ``out`` and ``lse`` (natural logarithm).
 
+        ``state`` may be None if every touch is the first and the last.
         A row that has seen no key by its last touch gets output 0 and log-sum-exp −inf.
         """
         ...

@@ -23,14 +23,23 @@ class ReferenceBackend:
     name = "reference"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State, out: Tensor, lse: Tensor, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        work: Work,
+        state: State | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
     ) -> None:
         """See `Backend.forward`."""
         for rows, keys, mask, touch in _pieces(work, q.device):
             heads = _heads(k, keys), _heads(v, keys)
-            carried = _seen_nothing(q[rows]) if touch & Touch.FIRST else _take(state, rows)
+            carried = _seen_nothing(q[rows]) if state is None or touch & Touch.FIRST else _take(state, rows)
             updated = attend(_heads(q, rows), *heads, mask, carried, scale=scale, round_to=q.dtype)
-            if touch & Touch.LAST:
+            if state is None or touch & Touch.LAST:
                 output, log_sum = finish(updated, scale=scale)
                 out[rows] = output.transpose(0, 1).to(out.dtype)
                 lse[:, rows] = log_sum

@@ -1,9 +1,9 @@
-"""The wrong way, kept as a baseline: partial results rounded at every step, as other ring attentions merge them.
+"""The wrong way, kept as a baseline: partial results rounded to the type of the inputs at every step.
 
-Each forward call ends in a normalised output in the input type, which is merged into the running output by
-log-sum-exp and rounded again; each backward call's gradients are rounded before they are added. The algebra is
-exact, the rounding is not: its error grows with the number of calls. `marble check` and the demo set it beside the
-exact way, so that the gate is seen to fail.
+Each forward call ends in a normalised output in the input type; these are merged by log-sum-exp in the accumulation
+type and rounded once more. Each backward call's gradients are rounded before they are added. PyTorch's context
+parallelism, yunchang and ring-flash-attention do this. The algebra is exact, the rounding is not: its error grows
+with the number of calls. `marble check` and the demo set it beside the exact way, so that the gate is seen to fail.
 """
 
 from __future__ import annotations
@@ -24,19 +24,32 @@ class PerStepRounding:
         self.name = f"{inner.name}, rounded per step"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, work: Work, state: State, out: Tensor, lse: Tensor, *, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        work: Work,
+        state: State | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
     ) -> None:
-        """See `Backend.forward`. The running output and log-sum-exp live in ``out`` and ``lse`` between calls."""
+        """See `Backend.forward`. Between calls ``state`` holds the running output and, as m, its log-sum-exp."""
         partial, partial_lse = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-        self.inner.forward(q, k, v, _at_once(work), state, partial, partial_lse, scale=scale)
-        fresh, later = (_rows(work, out.shape[0], first) for first in (True, False))
-        out[fresh], lse[:, fresh] = partial[fresh], partial_lse[:, fresh]
-        old, new = lse[:, later], partial_lse[:, later]
-        total = torch.logaddexp(old, new)
-        base = torch.where(total == -torch.inf, 0, total)
-        weights = [(part - base).exp().T.unsqueeze(-1) for part in (old, new)]
-        out[later] = (weights[0] * out[later] + weights[1] * partial[later]).to(out.dtype)
-        lse[:, later] = total
+        self.inner.forward(q, k, v, _at_once(work), None, partial, partial_lse, scale=scale)
+        rows, flags = _touched(work)
+        merged, total = partial[rows].to(lse.dtype), partial_lse[:, rows]
+        if state is not None:
+            old = torch.where((flags & int(Touch.FIRST)).bool(), -torch.inf, state.m[:, rows])
+            new, total = total, torch.logaddexp(old, total)
+            base = torch.where(total == -torch.inf, 0, total)
+            before = torch.where((old == -torch.inf).unsqueeze(-1), 0, state.acc[:, rows]).transpose(0, 1)
+            weights = [(part - base).exp().T.unsqueeze(-1) for part in (old, new)]
+            merged = weights[0] * before + weights[1] * merged
+            state.acc[:, rows], state.m[:, rows] = merged.transpose(0, 1), total
+        last = (flags & int(Touch.LAST)).bool()
+        out[rows[last]], lse[:, rows[last]] = merged[last].to(out.dtype), total[:, last]
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """See `Backend.delta`."""
@@ -69,12 +82,11 @@ def _at_once(work: Work) -> Work:
     return replace(work, touch=torch.full_like(work.touch, int(Touch.FIRST | Touch.LAST)))
 
 
-def _rows(work: Work, rows: int, first: bool) -> Tensor:
-    """The query rows of a call's first touches, or of its later ones."""
-    chosen = (work.touch & int(Touch.FIRST)).bool() == first
+def _touched(work: Work) -> tuple[Tensor, Tensor]:
+    """The query rows that a call computes, and the flags of each."""
     if isinstance(work, Tiles):
-        return (chosen & (work.by_query.counts() > 0)).repeat_interleave(work.block)[:rows].nonzero().flatten()
-    picked = torch.zeros(rows, dtype=torch.bool, device=work.touch.device)
-    for start, stop in work.queries[chosen].tolist():
-        picked[start:stop] = True
-    return picked.nonzero().flatten()
+        busy = (work.by_query.counts() > 0).repeat_interleave(work.block)[: work.query_rows]
+        return busy.nonzero().flatten(), work.touch.repeat_interleave(work.block)[: work.query_rows][busy]
+    lengths = work.queries[:, 1] - work.queries[:, 0]
+    first = torch.repeat_interleave(work.queries[:, 0] - (lengths.cumsum(0) - lengths), lengths)
+    return first + torch.arange(len(first), device=first.device), work.touch.repeat_interleave(lengths)

@@ -90,6 +90,11 @@ class SpanTable:
     linked: Tensor
 
     @property
+    def ordinal(self) -> Tensor:
+        """A number that grows from sample to sample, padding samples included."""
+        return torch.cat([self.sample.new_zeros(1), (self.sample.diff() != 0).long()]).cumsum(0)
+
+    @property
     def stop(self) -> Tensor:
         """One past the last token of each span."""
         return self.start + self.length
@@ -152,6 +157,15 @@ class Layout:
     def tokens(self) -> int:
         """Number of tokens, padding included."""
         return sum(span.length for sample in self.samples for span in sample)
+
+    @cached_property
+    def sample_bounds(self) -> Tensor:
+        """First token and one past the last of every sample, int64 [samples, 2]."""
+        stop = torch.tensor([sum(span.length for span in sample) for sample in self.samples]).cumsum(0)
+        return torch.stack([torch.cat([stop.new_zeros(1), stop[:-1]]), stop], 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"samples": self.samples}  # the rest is cached and derives from them
 
     @cached_property
     def table(self) -> SpanTable:

@@ -69,8 +69,7 @@ def _draw_mask(axes: Axes, layout: Layout, mask: StoredMask) -> None:
     from matplotlib.patches import Patch
 
     # One pixel per token, or an even sample of the tokens of a long layout.
-    back = torch.empty_like(mask.storage.sequence)
-    back[mask.storage.sequence] = torch.arange(layout.tokens)
+    back = torch.argsort(mask.storage.sequence)
     picked = torch.linspace(0, layout.tokens - 1, min(_GRID, layout.tokens)).long()
     tracks = mask.tracks.take(back[picked])
     legal = dense(mask.mask, tracks, tracks)

@@ -328,7 +328,10 @@ def test_every_part_of_the_schedule_language_is_frozen() -> None:
 def undocumented(body: list[ast.stmt], owner: str) -> Iterator[str]:
     """Public functions, classes and methods without a docstring, outside private classes."""
     for node in body:
-        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+        overload = any(
+            isinstance(mark, ast.Name) and mark.id == "overload" for mark in getattr(node, "decorator_list", ())
+        )
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_") and not overload:
             if ast.get_docstring(node) is None:
                 yield owner + node.name
             if isinstance(node, ast.ClassDef):

@@ -25,14 +25,14 @@ def run(program: Program[Result], group: dist.ProcessGroup) -> Result:
 
 def _post(start: Start, rank: int, group: dist.ProcessGroup) -> list[tuple[dist.Work, Tensor | None, Tensor | None]]:
     messages: list[dist.P2POp] = []
-    copies: list[tuple[Tensor | None, Tensor | None]] = []
+    copies: list[tuple[Tensor | None, Tensor | None]] = []  # (target, staged) of received rows that need a copy
     for transfer in start.transfers:
         if transfer.source == transfer.target:
             start.view(transfer.dst).copy_(start.view(transfer.src))
         elif transfer.source == rank:
             rows = start.view(transfer.src).contiguous()
             messages.append(dist.P2POp(dist.isend, rows, group=group, group_peer=transfer.target))
-            copies.append((None, None))
+            copies.append((None, rows))  # the message needs them until it is sent
         else:
             target = start.view(transfer.dst)
             staged = target if target.is_contiguous() else target.new_empty(target.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,34 @@ from marble.layout import as_int
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    layer: int = 0,
+    group: dist.ProcessGroup | None = None,
+    backend: str | Backend = "reference",
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    layer: int = 0,
+    group: dist.ProcessGroup | None = None,
+    backend: str | Backend = "reference",
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -35,6 +63,10 @@ def attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this process's tokens to all tokens, with the numbers of a single call over the whole sequence.
+
+    On real ranks this is a collective: every rank of the group calls it, and runs its backward pass, the same number of
+    times and in the same order, ranks without tokens included. (Give such ranks a sum as loss, not a mean of nothing.)
+    Under autocast the call runs in the type of its inputs.
 
     Args:
         q: [local_tokens, heads, head_dim], bfloat16, float16, float32 or float64; see `Plan.shard`.
@@ -58,7 +90,7 @@ def attention(
     chosen = launch.backend(backend) if isinstance(backend, str) else backend
     if not all(callable(getattr(chosen, call, None)) for call in ("forward", "delta", "backward")):
         raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
-    ranks = group if plan.rank is None else plan.process_group(group)
+    ranks = None if plan.rank is None else plan.agree(plan.process_group(group), q.device)
     run = _Run(_schedules_on(plan, layer, q.device), plan.order.lengths, chosen, ranks, shape.softmax_scale)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _Attention.apply(q, k, v, run)
@@ -67,7 +99,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Run:
-    """How to run one layer's schedules: those of all ranks in this process, or one in a process group."""
+    """How to run one layer's schedules: one in a process group, or without a group those of all ranks."""
 
     schedules: dict[int, Schedule]
     lengths: tuple[int, ...]
@@ -79,28 +111,33 @@ class _Run:
         results = self._run(
             [q, k, v], lambda schedule, parts: executor.forward(schedule, self.backend, *parts, scale=self.scale)
         )
-        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results], 1)
+        return _join([out for out, _ in results]), _join([lse for _, lse in results], dim=1)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         results = self._run(
             [q, k, v, out, lse, dout],
             lambda schedule, parts: executor.backward(schedule, self.backend, *parts, scale=self.scale),
         )
-        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+        return tuple(_join(parts) for parts in zip(*results, strict=True))
 
     def _run(
         self, tensors: Sequence[Tensor], program: Callable[[Schedule, Sequence[Tensor]], Program[Any]]
     ) -> list[Any]:
-        if len(self.schedules) == 1 and len(self.lengths) > 1:
-            assert self.group is not None
-            ((_, schedule),) = self.schedules.items()
-            return [torch_dist.run(program(schedule, tensors), self.group)]
-        # Log-sum-exps are [heads, tokens], everything else begins with the tokens.
-        pieces = [tensor.split(self.lengths, dim=0 if tensor.ndim == 3 else 1) for tensor in tensors]
-        programs = {
-            rank: program(schedule, [piece[rank] for piece in pieces]) for rank, schedule in self.schedules.items()
-        }
-        return list(local.run_together(programs).values())
+        # Autocast would send the backend's float32 products through its own lower precision.
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            if self.group is not None:
+                (schedule,) = self.schedules.values()
+                return [torch_dist.run(program(schedule, tensors), self.group)]
+            # Log-sum-exps are [heads, tokens], everything else begins with the tokens.
+            pieces = [tensor.split(self.lengths, dim=0 if tensor.ndim == 3 else 1) for tensor in tensors]
+            programs = {
+                rank: program(schedule, [piece[rank] for piece in pieces]) for rank, schedule in self.schedules.items()
+            }
+            return list(local.run_together(programs).values())
+
+
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 class _Attention(torch.autograd.Function):
@@ -168,12 +205,8 @@ def _moved(schedule: Schedule, device: torch.device, works: dict[int, Any]) -> S
     def carry(which: Pass) -> Pass:
         steps = []
         for step in which.steps:
-            calls = []
-            for call in step.calls:
-                if id(call.work) not in works:
-                    works[id(call.work)] = move(call.work, device)
-                calls.append(replace(call, work=works[id(call.work)]))
-            steps.append(replace(step, calls=tuple(calls)))
+            calls = tuple(replace(call, work=move(call.work, device, works)) for call in step.calls)
+            steps.append(replace(step, calls=calls))
         return replace(which, steps=tuple(steps))
 
     return replace(schedule, forward=carry(schedule.forward), backward=carry(schedule.backward))

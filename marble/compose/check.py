@@ -159,7 +159,7 @@ class _Walk:
         read = [call.kv for call in step.calls]
         for call in step.calls:
             outputs = (call.out, call.lse) if self.name == "forward" else (call.dq,)
-            inputs = (call.q,) if self.name == "forward" else (call.q, call.out, call.lse, call.delta)
+            inputs = (call.q,) if self.name == "forward" else (call.q, call.dout, call.lse, call.delta)
             written += [Rows(name, 0, self.size(rank, name)) for name in outputs]
             read += [Rows(name, 0, self.size(rank, name)) for name in inputs]
         for index, rows in enumerate(arriving):
@@ -223,7 +223,7 @@ class _Walk:
             touched = _touched_rows(call)[0]
             inputs = {"q": call.q}
             if self.name == "backward":
-                inputs |= {"dout": call.out, "lse": call.lse, "delta": call.delta}
+                inputs |= {"dout": call.dout, "lse": call.lse, "delta": call.delta}
             for what, name in inputs.items():
                 expected = state.tokens[touched] + _INPUTS.index(what) * state.total
                 if (state.content[name][touched] != expected).any():
@@ -238,9 +238,12 @@ class _Walk:
     def fits(self, rank: int, call: Call) -> None:
         """A call's buffers are of the right kinds, and its work lies inside their rows."""
         state = self.ranks[rank]
-        kinds = {call.q: Kind.TOKENS, call.kv.buffer: Kind.PAIRS, call.out: Kind.TOKENS, call.lse: Kind.STATISTICS}
-        if self.name == "backward" and call.dkv is not None:
-            kinds |= {call.dkv.buffer: Kind.PAIR_SUMS, call.dq: Kind.TOKEN_SUMS, call.delta: Kind.STATISTICS}
+        kinds = {call.q: Kind.TOKENS, call.kv.buffer: Kind.PAIRS, call.lse: Kind.STATISTICS}
+        if call.dkv is None:
+            kinds |= {call.out: Kind.TOKENS}
+        else:
+            kinds |= {call.dkv.buffer: Kind.PAIR_SUMS, call.dq: Kind.TOKEN_SUMS}
+            kinds |= {call.dout: Kind.TOKENS, call.delta: Kind.STATISTICS}
         for name, kind in kinds.items():
             if state.kinds.get(name) is not kind:
                 self.fail(rank, f"a call needs {kind} in {name!r}, not {state.kinds.get(name)}")
@@ -258,6 +261,8 @@ class _Walk:
         state = self.ranks[rank]
         rows, flags = _touched_rows(call)
         first, last = (flags & int(Touch.FIRST)).bool(), (flags & int(Touch.LAST)).bool()
+        if not call.carries and not (first & last).all():
+            self.fail(rank, "a call that carries no state has touches that are not the first and the last")
         if (state.written["out"][rows] > 0).any():
             self.fail(rank, "a call touches query rows after their last touch")
         if (state.begun[rows] == first).any():

@@ -11,7 +11,7 @@ from torch import Tensor
 from marble.compose.schedule import Kind, Pass, Schedule
 from marble.kernels.contract import Tiles
 
-_RECORDS = {Kind.PAIRS: (2, False), Kind.PAIR_SUMS: (2, True), Kind.TOKENS: (1, False), Kind.TOKEN_SUMS: (1, True)}
+_SUMS = (Kind.PAIR_SUMS, Kind.TOKEN_SUMS, Kind.STATISTICS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +92,9 @@ def _received(rank: int, which: Pass, head_dim: int, itemsize: int) -> int:
             if transfer.target == rank != transfer.source:
                 buffer = buffers[transfer.dst.buffer]
                 heads = buffer.heads if transfer.dst.heads is None else transfer.dst.heads[1] - transfer.dst.heads[0]
-                records, sums = _RECORDS[buffer.kind]
-                total += len(transfer.dst) * heads * head_dim * records * (4 if sums else itemsize)
+                numbers = 1 if buffer.kind is Kind.STATISTICS else head_dim
+                numbers *= 2 if buffer.kind in (Kind.PAIRS, Kind.PAIR_SUMS) else 1
+                total += len(transfer.dst) * heads * numbers * (4 if buffer.kind in _SUMS else itemsize)
     return total
 
 

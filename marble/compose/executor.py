@@ -26,18 +26,14 @@ class Memory:
     views are permutations. Sums and statistics are in the accumulation type.
     """
 
-    def __init__(self, declared: Pass, like: Tensor, given: dict[str, Tensor]) -> None:
+    def __init__(self, declared: Pass, like: Tensor, kv: tuple[Tensor, Tensor], given: dict[str, Tensor]) -> None:
         self.kinds = {buffer.name: buffer.kind for buffer in declared.buffers}
         self.tensors: dict[str, Tensor] = {}
         for buffer in declared.buffers:
             tensor = given.get(buffer.name)
-            rows = 0 if tensor is None else tensor.shape[_ROW_DIM.get(buffer.kind, 0)]
-            if tensor is not None and rows == buffer.rows:
-                self.tensors[buffer.name] = tensor
-                continue
-            self.tensors[buffer.name] = _allocate(buffer, like)
-            if tensor is not None:
-                self.view(Rows(buffer.name, 0, rows)).copy_(tensor)
+            self.tensors[buffer.name] = _allocate(buffer, like) if tensor is None else tensor
+        for home, part in zip(self.pair(Rows("kv", 0, kv[0].shape[0])), kv, strict=True):
+            home.copy_(part)
 
     def view(self, rows: Rows) -> Tensor:
         """The rows as a tensor that aliases the buffer."""
@@ -73,17 +69,17 @@ def forward(
     Returns:
         The output, like ``q``, and the log-sum-exp [heads, tokens] in the accumulation type.
     """
-    memory = Memory(schedule.forward, q, {"q": q, "kv": torch.stack([k, v], 1)})
+    memory = Memory(schedule.forward, q, (k, v), {"q": q})
     states: dict[str, State] = {}
 
     def perform(call: Call) -> None:
         queries = memory.tensors[call.q]
-        if call.q not in states:
+        if call.carries and call.q not in states:
             rows, heads, head_dim = queries.shape
             states[call.q] = State.empty(heads, rows, head_dim, accumulation_dtype(q.dtype), q.device)
         keys, values = memory.pair(call.kv)
         out, lse = memory.tensors[call.out], memory.tensors[call.lse]
-        backend.forward(queries, keys, values, call.work, states[call.q], out, lse, scale=scale)
+        backend.forward(queries, keys, values, call.work, states.get(call.q), out, lse, scale=scale)
 
     yield from _run(schedule.forward, memory, perform)
     return memory.tensors["out"], memory.tensors["lse"]
@@ -108,14 +104,14 @@ def backward(
     Returns:
         dq, dk and dv, shaped like q, k and v, in the accumulation type.
     """
-    given = {"q": q, "kv": torch.stack([k, v], 1), "dout": dout, "lse": lse, "delta": backend.delta(out, dout)}
-    memory = Memory(schedule.backward, q, given)
+    given = {"q": q, "dout": dout, "lse": lse, "delta": backend.delta(out, dout)}
+    memory = Memory(schedule.backward, q, (k, v), given)
 
     def perform(call: Call) -> None:
         assert call.dkv is not None
         keys, values = memory.pair(call.kv)
         dk, dv = (part.transpose(0, 1) for part in memory.pair(call.dkv))
-        queries, douts = memory.tensors[call.q], memory.tensors[call.out]
+        queries, douts = memory.tensors[call.q], memory.tensors[call.dout]
         lse, delta = memory.tensors[call.lse], memory.tensors[call.delta]
         dq = memory.tensors[call.dq].transpose(0, 1)
         backend.backward(queries, keys, values, douts, lse, delta, call.work, dq, dk, dv, scale=scale)

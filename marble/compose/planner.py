@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,12 +150,10 @@ class Plan:
         if self.rank is None:
             gathered = x
         else:
-            if x.requires_grad:
+            if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError("unshard: gradients do not pass between processes; call it on x.detach()")
             gathered = self._gather(x.movedim(dim, 0), self.process_group(group)).movedim(0, dim)
-        back = torch.empty_like(self._every_index)
-        back[self._every_index] = torch.arange(self.tokens)
-        return gathered.index_select(dim, back.to(x.device))
+        return gathered.index_select(dim, torch.argsort(self._every_index).to(x.device))
 
     def process_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """The group to run this plan in.
@@ -176,6 +174,34 @@ class Plan:
                 f"group: the plan is for rank {self.rank} of {self.world}, the group has this process as rank "
                 f"{group.rank()} of {group.size()}; plan for this group"
             )
+        return group
+
+    @cached_property
+    def digest(self) -> Tensor:
+        """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
+        described = repr((self.order.name, self.world, self.block, self.layers)).encode()
+        parts = (self.order.pieces, self.order.storage.span_order, *vars(self.order.storage.layout.table).values())
+        sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
+        return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
+
+    def agree(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+        """Make sure, once per plan and group, that all ranks of the group planned the same; returns the group.
+
+        Raises:
+            ValueError: on every rank, if the plans differ.
+        """
+        agreed = self.__dict__.setdefault("_agreed", set())
+        if group not in agreed:
+            mine = self.digest.to(device)
+            digests = [torch.empty_like(mine) for _ in range(self.world)]
+            dist.all_gather(digests, mine, group=group)
+            different = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
+            if different:
+                raise ValueError(
+                    f"plan: rank {self.rank} and ranks {different} planned different layouts, layers or orders; every "
+                    "rank of a group must plan the same batch"
+                )
+            agreed.add(group)
         return group
 
     def _gather(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -233,6 +259,21 @@ def plan(
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout: expected marble.Layout, got {type(layout).__name__}")
+    with torch.device("cpu"):  # whatever the caller's default device is
+        return _plan(layout, layers, ranks, rank, group, order, block, mask, tracks)
+
+
+def _plan(
+    layout: Layout,
+    layers: AttentionShape | Sequence[AttentionShape],
+    ranks: int | None,
+    rank: int | None,
+    group: dist.ProcessGroup | None,
+    order: str,
+    block: int,
+    mask: MaskFn | None,
+    tracks: Mapping[str, Tensor] | None,
+) -> Plan:
     layers = (layers,) if isinstance(layers, AttentionShape) else _as_layers(layers)
     world, rank = _resolve_ranks(ranks, rank, group)
     block = as_int(block, "block")
@@ -248,7 +289,7 @@ def plan(
     if idle:
         warnings.warn(
             f"marble.plan: ranks {idle} get no tokens ({layout.tokens} tokens in blocks of {block} on {world} ranks)",
-            stacklevel=2,
+            stacklevel=3,
         )
     mine = range(world) if rank is None else (rank,)
     built: dict[tuple[int, int, int], Mapping[int, Schedule]] = {}
@@ -314,10 +355,8 @@ def _stored_masks(
 
 
 def _block_costs(masks: Sequence[StoredMask], block: int) -> Tensor:
-    """Visited tiles of each stored query block over all layers, int64 [blocks]."""
-    distinct = {id(mask): mask for mask in masks}
-    weights = Counter(map(id, masks))
-    return torch.stack([mask.work(block) * weights[key] for key, mask in distinct.items()]).sum(0)
+    """Visited tiles of each stored query block for each distinct mask, int64 [masks, blocks]."""
+    return torch.stack([mask.work(block) for mask in {id(mask): mask for mask in masks}.values()])
 
 
 def _deal_contiguous(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
@@ -333,10 +372,9 @@ def _deal_ptrr(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrde
 
 def _deal_balanced_samples(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
     storage = masks[0].storage
-    work = _block_costs(masks, block).repeat_interleave(block)[: storage.layout.tokens]
-    stop = torch.tensor([sum(span.length for span in sample) for sample in storage.layout.samples]).cumsum(0)
-    samples = torch.stack([torch.cat([stop.new_zeros(1), stop[:-1]]), stop], 1)
-    return TokenOrder("balanced_samples", storage, world, balanced_samples(samples, work, world, block))
+    work = _block_costs(masks, block).repeat_interleave(block, 1)[:, : storage.layout.tokens]
+    pieces = balanced_samples(storage.layout.sample_bounds, work, world, block)
+    return TokenOrder("balanced_samples", storage, world, pieces)
 
 
 ORDERS: Mapping[str, Callable[[Sequence[StoredMask], int, int], TokenOrder]] = {

@@ -11,7 +11,7 @@ builder's own. A scheme that regroups heads (Ulysses) moves ``heads`` slices bet
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from marble.kernels.contract import Work
@@ -78,6 +78,8 @@ class Transfer:
     def __post_init__(self) -> None:
         if len(self.src) != len(self.dst):
             raise ValueError(f"transfer: {len(self.src)} rows cannot fill {len(self.dst)}: {self}")
+        if not len(self.src):
+            raise ValueError(f"transfer: leave out transfers of no rows: {self}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +90,10 @@ class Call:
         work: the pairs it computes, over the rows of ``q`` and of ``kv``.
         kv: resident keys and values.
         q: the buffer of the queries.
-        out: the buffer that a forward call's last touches write (backward: the buffer of output gradients).
+        out: forward only, the buffer that last touches write.
         lse: the buffer of the log-sum-exp, written forward and read backward.
+        carries: forward only, whether some touch is not the first and the last, so that state is needed.
+        dout: backward only, the buffer of output gradients.
         dkv: backward only, rows that key and value gradients are added to, as many as ``kv``.
         dq: backward only, the buffer that query gradients are added to.
         delta: backward only, the buffer of Σ out · dout.
@@ -100,6 +104,8 @@ class Call:
     q: str = "q"
     out: str = "out"
     lse: str = "lse"
+    carries: bool = False
+    dout: str = "dout"
     dkv: Rows | None = None
     dq: str = "dq"
     delta: str = "delta"
@@ -135,19 +141,31 @@ class Pass:
     steps: tuple[Step, ...]
 
     def __post_init__(self) -> None:
-        sizes = {buffer.name: buffer for buffer in self.buffers}
+        sizes = self.buffers_by_name
         if len(sizes) != len(self.buffers):
             raise ValueError("schedule: two buffers have one name")
         for step in self.steps:
             for rows in _local_rows(step):
-                if rows.buffer not in sizes:
-                    raise ValueError(f"schedule: buffer {rows.buffer!r} is not declared")
-                if not 0 <= rows.start <= rows.stop <= sizes[rows.buffer].rows:
-                    raise ValueError(f"schedule: {rows} leaves the {sizes[rows.buffer].rows} rows of its buffer")
+                self.holds(rows)
+            for call in step.calls:
+                names = (call.out, call.lse) if call.dkv is None else (call.dout, call.lse, call.delta, call.dq)
+                for name in (call.q, *names):
+                    if name not in sizes:
+                        raise ValueError(f"schedule: buffer {name!r} is not declared")
 
-    def buffer(self, name: str) -> Buffer:
-        """The declaration of a buffer."""
-        return next(buffer for buffer in self.buffers if buffer.name == name)
+    @property
+    def buffers_by_name(self) -> dict[str, Buffer]:
+        """The declarations by name."""
+        return {buffer.name: buffer for buffer in self.buffers}
+
+    def holds(self, rows: Rows) -> None:
+        """Raise a ValueError unless the rows, and their heads, lie in a declared buffer."""
+        buffer = self.buffers_by_name.get(rows.buffer)
+        if buffer is None:
+            raise ValueError(f"schedule: buffer {rows.buffer!r} is not declared")
+        low, high = rows.heads or (0, buffer.heads)
+        if not (0 <= rows.start <= rows.stop <= buffer.rows and 0 <= low < high <= buffer.heads):
+            raise ValueError(f"schedule: {rows} leaves its buffer of {buffer.rows} rows and {buffer.heads} heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,15 +192,15 @@ class Schedule:
                 for transfer in step.transfers:
                     if self.rank not in (transfer.source, transfer.target):
                         raise ValueError(f"schedule: rank {self.rank} has no part in {transfer}")
+                    if self.rank == transfer.source:
+                        which.holds(transfer.src)
+                    if self.rank == transfer.target:
+                        which.holds(transfer.dst)
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return len(self.tokens)
-
-    def without_backward(self) -> Schedule:
-        """The same schedule for inference."""
-        return replace(self, backward=Pass((), ()))
 
 
 def _local_rows(step: Step) -> list[Rows]:

@@ -8,6 +8,7 @@ none is, unknown that the pair must be looked into. This is sound for any mask a
 from __future__ import annotations
 
 import inspect
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class BlockSummaries:
 def summarise(mask: MaskFn, q: BlockSummaries, k: BlockSummaries) -> tuple[Tensor, Tensor]:
     """Which block pairs are full (every pair legal) and which may hold a legal pair: two bool [q blocks, k blocks]."""
     value = mask(q.operand(-1), k.operand(-2))
-    if not isinstance(value, Unknown):
+    if not isinstance(value, Ternary):
         raise TypeError(f"mask: must combine comparisons of q and k into one condition, got {type(value).__name__}")
     shape = (len(q.columns["pos"].low), len(k.columns["pos"].low))
     return (~value.may_be_false).expand(shape), value.may_be_true.expand(shape)
@@ -93,34 +94,34 @@ def _bitmap(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Unknown:
+class Ternary:
     """A truth value over all pairs of two blocks: may it be true for some pair, may it be false for some pair?"""
 
     may_be_true: Tensor
     may_be_false: Tensor
 
-    def __and__(self, other: Unknown | bool) -> Unknown:
+    def __and__(self, other: Ternary | bool) -> Ternary:
         other = _truth(other)
-        return Unknown(self.may_be_true & other.may_be_true, self.may_be_false | other.may_be_false)
+        return Ternary(self.may_be_true & other.may_be_true, self.may_be_false | other.may_be_false)
 
-    def __or__(self, other: Unknown | bool) -> Unknown:
+    def __or__(self, other: Ternary | bool) -> Ternary:
         other = _truth(other)
-        return Unknown(self.may_be_true | other.may_be_true, self.may_be_false & other.may_be_false)
+        return Ternary(self.may_be_true | other.may_be_true, self.may_be_false & other.may_be_false)
 
     __rand__, __ror__ = __and__, __or__
 
-    def __invert__(self) -> Unknown:
-        return Unknown(self.may_be_false, self.may_be_true)
+    def __invert__(self) -> Ternary:
+        return Ternary(self.may_be_false, self.may_be_true)
 
     def __bool__(self) -> bool:
         raise TypeError("mask: combine conditions with & | ~, not with and, or, not or chained comparisons")
 
 
-def _truth(value: Unknown | bool) -> Unknown:
-    if isinstance(value, Unknown):
+def _truth(value: Ternary | bool) -> Ternary:
+    if isinstance(value, Ternary):
         return value
     if isinstance(value, bool):
-        return Unknown(torch.tensor(value), torch.tensor(not value))
+        return Ternary(torch.tensor(value), torch.tensor(not value))
     raise TypeError(f"mask: cannot combine a condition with {type(value).__name__}")
 
 
@@ -172,36 +173,36 @@ class Interval:
     __rand__ = __or__ = __ror__ = __and__
 
     def __floordiv__(self, divisor: int) -> Interval:
-        _positive(divisor, "//")
+        divisor = _positive(divisor, "//")
         return Interval(self.low // divisor, self.high // divisor)
 
     def __mod__(self, divisor: int) -> Interval:
-        _positive(divisor, "%")
+        divisor = _positive(divisor, "%")
         wraps = self.low // divisor != self.high // divisor
         return Interval(torch.where(wraps, 0, self.low % divisor), torch.where(wraps, divisor - 1, self.high % divisor))
 
-    def __lt__(self, other: Interval | int) -> Unknown:
+    def __lt__(self, other: Interval | int) -> Ternary:
         other = _interval(other)
-        return Unknown(self.low < other.high, self.high >= other.low)
+        return Ternary(self.low < other.high, self.high >= other.low)
 
-    def __gt__(self, other: Interval | int) -> Unknown:
+    def __gt__(self, other: Interval | int) -> Ternary:
         return _interval(other) < self
 
-    def __ge__(self, other: Interval | int) -> Unknown:
+    def __ge__(self, other: Interval | int) -> Ternary:
         return ~(self < other)
 
-    def __le__(self, other: Interval | int) -> Unknown:
+    def __le__(self, other: Interval | int) -> Ternary:
         return ~(self > other)
 
-    def __eq__(self, other: Interval | int) -> Unknown:  # type: ignore[override]
+    def __eq__(self, other: Interval | int) -> Ternary:  # type: ignore[override]
         other = _interval(other)
         overlap = (self.low <= other.high) & (other.low <= self.high)
         if self.bits is not None and other.bits is not None:
             overlap = overlap & ((self.bits & other.bits) != 0)
         certain = (self.low == self.high) & (other.low == other.high) & (self.low == other.low)
-        return Unknown(overlap, ~certain)
+        return Ternary(overlap, ~certain)
 
-    def __ne__(self, other: Interval | int) -> Unknown:  # type: ignore[override]
+    def __ne__(self, other: Interval | int) -> Ternary:  # type: ignore[override]
         return ~(self == other)
 
     __hash__ = None  # type: ignore[assignment]
@@ -213,12 +214,14 @@ class Interval:
 def _interval(value: Interval | int) -> Interval:
     if isinstance(value, Interval):
         return value
-    if isinstance(value, int):
-        exact = torch.tensor(value, dtype=torch.int64)
-        return Interval(exact, exact, torch.tensor(1, dtype=torch.int64) << (value % _BITMAP))
-    raise TypeError(f"mask: tracks are integers and cannot be combined with {type(value).__name__}")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"mask: tracks are integers and cannot be combined with {type(value).__name__}")
+    number = operator.index(value)
+    exact = torch.tensor(number, dtype=torch.int64)
+    return Interval(exact, exact, torch.tensor(1, dtype=torch.int64) << (number % _BITMAP))
 
 
-def _positive(divisor: int, operator: str) -> None:
-    if not isinstance(divisor, int) or divisor < 1:
-        raise TypeError(f"mask: the right side of {operator} must be a positive integer, got {divisor!r}")
+def _positive(divisor: int, sign: str) -> int:
+    if isinstance(divisor, bool) or not hasattr(divisor, "__index__") or operator.index(divisor) < 1:
+        raise TypeError(f"mask: the right side of {sign} must be a positive integer, got {divisor!r}")
+    return operator.index(divisor)

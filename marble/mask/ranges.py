@@ -97,7 +97,7 @@ class _Spans:
         self.sample, self.seg, self.noise = table.sample, table.seg, table.noise >= 0
         self.start, self.length, self.stop = table.start, table.length, table.stop
         self.own = _Hull(storage.offset, storage.offset + table.length, table.length)
-        self.ordinal = torch.cat([self.sample.new_zeros(1), (self.sample.diff() != 0).long()]).cumsum(0)
+        self.ordinal = table.ordinal
         border = torch.cat([self.ordinal.diff() != 0, torch.ones(1, dtype=torch.bool)])
         self.sample_stop = self.stop[border][self.ordinal]
         self.sample_start = torch.cat([self.stop.new_zeros(1), self.stop[border][:-1]])[self.ordinal]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ class Storage:
         """The order of the sequence."""
         spans = len(layout.table.start)
         return cls(layout, torch.arange(spans), torch.zeros(spans, dtype=torch.bool))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"layout": self.layout, "span_order": self.span_order, "apart": self.apart}
 
     @cached_property
     def offset(self) -> Tensor:

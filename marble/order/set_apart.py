@@ -22,7 +22,7 @@ def set_apart(layout: Layout) -> Storage:
     """
     table = layout.table
     spans = len(table.start)
-    ordinal = torch.cat([table.sample.new_zeros(1), (table.sample.diff() != 0).long()]).cumsum(0)
+    ordinal = table.ordinal
     samples = int(ordinal[-1]) + 1
     linked, noise = table.linked.bool(), table.noise >= 0
     uses = torch.bincount(table.seg.clamp(min=0), weights=(table.seg >= 0).double())

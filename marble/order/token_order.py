@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class TokenOrder:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""
         return self.storage.sequence[self.shard(rank)]
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of every rank."""
         start, stop, rank = self.pieces.T

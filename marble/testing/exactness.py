@@ -2,7 +2,7 @@
 
 The error ratio of a result x is ‖x − ref‖ / ‖x₁ − ref‖ in the 2-norm, with the float64 reference ref and the result
 x₁ of one call over the whole sequence in the same precision. A ratio of 1 means that distribution costs no accuracy.
-The reference is a plain softmax differentiated by autograd; it shares no code with what it judges.
+The reference is a plain softmax differentiated by autograd; it shares the mask with what it judges, and no more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 import marble
 from marble.compose.planner import AttentionShape, Plan
+from marble.kernels.contract import accumulation_dtype
 from marble.kernels.reference import attend, differentiate, finish
 from marble.layout import Layout
 from marble.mask.algebra import and_masks
@@ -113,7 +114,7 @@ def reference(problem: Problem) -> Results:
 def single_call(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> Results:
     """The same by one flash-attention call over the whole sequence, rounded where such a kernel rounds."""
     scale = problem.shape.softmax_scale
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = accumulation_dtype(dtype)
     # Inputs are exact in dtype already, so heads-first tensors in the accumulation type hold the same values.
     q, k, v, dout = (x.to(sums).transpose(0, 1) for x in (problem.q, problem.k, problem.v, problem.dout))
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from torch import Tensor
 
 from marble.compose.schedule import Schedule
 from marble.compose.schedules.ring import ring
@@ -105,16 +104,10 @@ def random_order(rng: Random, mask: StoredMask, world: int, block: int, deal: st
         return TokenOrder.of_blocks(deal, storage, world, ranks, block)
     if deal == "balanced_samples":
         work = mask.work(block).repeat_interleave(block)[:tokens]
-        return TokenOrder(deal, storage, world, balanced_samples(sample_bounds(storage.layout), work, world, block))
+        return TokenOrder(deal, storage, world, balanced_samples(storage.layout.sample_bounds, work, world, block))
     cuts = sorted({0, tokens, *(rng.randint(0, tokens) for _ in range(rng.randint(0, 3 * world)))})
     pieces = [(low, high, rng.randrange(world)) for low, high in itertools.pairwise(cuts)]
     return TokenOrder(deal, storage, world, torch.tensor(pieces))
-
-
-def sample_bounds(layout: Layout) -> Tensor:
-    """First token and one past the last of every sample, int64 [samples, 2]."""
-    stop = torch.tensor([sum(span.length for span in sample) for sample in layout.samples]).cumsum(0)
-    return torch.stack([torch.cat([stop.new_zeros(1), stop[:-1]]), stop], 1)
 
 
 def random_expression(rng: Random, names: tuple[str, ...] = ("sample", "seg", "noise", "pos"), depth: int = 3) -> str:

@@ -75,6 +75,7 @@ def worker(rank: int, world: int, folder: str) -> None:
         answers["tokens", name, order] = plan.local_tokens
     answers["ids"] = unshard_ids(dist.group.WORLD)
     answers["refused"] = refusals(rank, world)
+    answers["disagreement"] = disagreement(rank, world)
     pairs = [dist.new_group(list(range(low, low + 2))) for low in range(0, world, 2)]
     mine = pairs[rank // 2]
     plan = plan_for("ragged", "ptrr", group=mine)
@@ -113,6 +114,18 @@ def refusals(rank: int, world: int) -> list[str]:
                     found.append(str(error))
     dist.barrier()
     return found
+
+
+def disagreement(rank: int, world: int) -> str:
+    """What a rank is told when rank 0 planned another batch of as many tokens."""
+    layout = Layout.from_cu_seqlens([0, 60, 128] if rank == 0 else [0, 64, 128])
+    plan = marble.plan(layout, SHAPES, ranks=world, rank=rank, block=16)
+    x = [plan.shard(x) for x in inputs("even", torch.float32)[:3]]
+    try:
+        marble.attention(*x, plan)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} ranks")
@@ -180,3 +193,10 @@ def test_a_part_of_the_processes(answers: Any) -> None:
     for found in answers:
         assert all(torch.equal(x, y) for x, y in zip(found["pair"], expected, strict=True))
         assert len(answers) == 2 or found["pair without its group"].startswith("group: the plan is for rank ")
+
+
+def test_ranks_that_planned_different_batches_are_told_on_every_rank(answers: Any) -> None:
+    world = len(answers)
+    for rank, found in enumerate(answers):
+        others = list(range(1, world)) if rank == 0 else [0]
+        assert found["disagreement"].startswith(f"plan: rank {rank} and ranks {others} planned different layouts")

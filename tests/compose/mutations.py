@@ -101,7 +101,7 @@ def delay(field: str):
 
 def elsewhere(rng: Random, schedules: Schedules, which: str, rank: int, rows: Rows) -> Rows | None:
     """As many rows of the same buffer, but others: one further, or anywhere."""
-    size = getattr(schedules[rank], which).buffer(rows.buffer).rows
+    size = getattr(schedules[rank], which).buffers_by_name[rows.buffer].rows
     starts = [start for start in range(size - len(rows) + 1) if start != rows.start]
     if not starts:
         return None
@@ -169,12 +169,12 @@ def is_shorter(_: Random, __: Schedules, ___: str, transfer: Any) -> Any:
 
 
 def leaves_its_buffer(_: Random, schedules: Schedules, which: str, transfer: Any) -> Any:
-    size = getattr(schedules[transfer.source], which).buffer(transfer.src.buffer).rows
+    size = getattr(schedules[transfer.source], which).buffers_by_name[transfer.src.buffer].rows
     return replace(transfer, src=replace(transfer.src, start=size - len(transfer.src) + 1, stop=size + 1))
 
 
 def moves_some_heads(_: Random, schedules: Schedules, which: str, transfer: Any) -> Any:
-    if getattr(schedules[0], which).buffer(transfer.src.buffer).heads == 1:
+    if getattr(schedules[0], which).buffers_by_name[transfer.src.buffer].heads == 1:
         return False
     return replace(transfer, src=replace(transfer.src, heads=(0, 1)), dst=replace(transfer.dst, heads=(0, 1)))
 

@@ -6,16 +6,14 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from virtual import differences, nan_in_new_memory, random_inputs, run, truth
+from virtual import case_of, differences, nan_in_new_memory, random_inputs, run, truth
 
 from marble.compose import executor
 from marble.compose.schedule import Buffer, Kind, Pass
 from marble.kernels.contract import State
 from marble.kernels.reference import ReferenceBackend
 from marble.layout import Layout, Span
-from marble.mask.storage import Storage
-from marble.order.token_order import TokenOrder
-from marble.testing.layouts import Case, random_case, stored_mask
+from marble.testing.layouts import random_case
 
 rngs = st.builds(Random, st.integers(0, 2**32 - 1))
 SUMS = (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
@@ -25,12 +23,6 @@ SUMS = (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
 def _poison():
     with nan_in_new_memory():
         yield
-
-
-def case_of(layout: Layout, pieces: list, world: int, block: int, heads: int = 2, kv_heads: int = 1) -> Case:
-    mask = stored_mask(Storage.natural(layout))
-    order = TokenOrder("mine", mask.storage, world, torch.tensor(pieces))
-    return Case(layout, None, None, block, world, heads, kv_heads, mask, order)
 
 
 @settings(max_examples=120)
@@ -102,23 +94,17 @@ def test_buffers_that_are_summed_are_float32(rng):
         for step in schedule.backward.steps:
             summed |= {add.dst.buffer for add in step.adds} | {add.src.buffer for add in step.adds}
             summed |= {name for call in step.calls for name in (call.dq, call.dkv.buffer)}
-        assert {schedule.backward.buffer(name).kind for name in summed} <= {Kind.TOKEN_SUMS, Kind.PAIR_SUMS}
+        assert {schedule.backward.buffers_by_name[name].kind for name in summed} <= {Kind.TOKEN_SUMS, Kind.PAIR_SUMS}
         assert not any(step.adds for step in schedule.forward.steps), "a forward pass that sums needs a look"
         shard = case.order.shard(schedule.rank)
         lse = torch.zeros(case.heads, len(shard))
         given = {
-            "backward": {
-                "q": q[shard],
-                "kv": torch.stack([k, v], 1)[shard],
-                "dout": dout[shard],
-                "lse": lse,
-                "delta": lse,
-            },
-            "forward": {"q": q[shard], "kv": torch.stack([k, v], 1)[shard]},
+            "backward": {"q": q[shard], "dout": dout[shard], "lse": lse, "delta": lse},
+            "forward": {"q": q[shard]},
         }
         for name, tensors in given.items():
             declared = getattr(schedule, name)
-            memory = executor.Memory(declared, q, tensors)
+            memory = executor.Memory(declared, q, (k[shard], v[shard]), tensors)
             for buffer in declared.buffers:
                 expected = torch.float32 if buffer.kind in SUMS else torch.bfloat16
                 assert memory.tensors[buffer.name].dtype == expected, buffer
@@ -143,6 +129,8 @@ def test_results_and_state_are_in_the_accumulation_type(dtype, sums):
 
     case = case_of(Layout([[Span("causal", 12)]]), [[0, 6, 0], [6, 12, 1]], 2, 4)
     result = run(case.schedules(), case.order, random_inputs(case, dtype=dtype), Spy())
+    states = [state for state in states if state is not None]
+    assert len(states) == 2, "the second rank's two calls share rows, the first rank's one call does not"
     assert result["out"].dtype == dtype
     assert {result[name].dtype for name in ("lse", "dq", "dk", "dv")} == {sums}
     assert {part.dtype for state in states for part in (state.acc, state.m, state.l)} == {sums}
@@ -153,7 +141,7 @@ def test_unused_rows_behind_a_ragged_shard_are_finite():
     """Whole-block loads read them (contract of `Tiles`)."""
     declared = Pass((Buffer("kv", Kind.PAIRS, 8, 1), Buffer("dkv", Kind.PAIR_SUMS, 8, 1)), ())
     like = torch.ones(5, 1, 3, dtype=torch.bfloat16)
-    memory = executor.Memory(declared, like, {"kv": torch.ones(5, 2, 1, 3, dtype=torch.bfloat16)})
+    memory = executor.Memory(declared, like, (like, like), {})
     assert memory.tensors["kv"].isfinite().all()
     assert (memory.tensors["kv"][:5] == 1).all()
     assert memory.tensors["dkv"].isnan().all()

@@ -292,3 +292,32 @@ def test_activations_of_any_shape_are_sharded_and_come_back() -> None:
     (plan.unshard(plan.shard(x)) * weight).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_no_bit(dtype):
+    layout = Layout([[Span("causal", 20), Span("full", 30), Span("causal", 14)]])
+    plan = marble.plan(layout, AttentionShape(2, 1, 16), ranks=2, block=8)
+    results = []
+    for enabled in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(64, h, 16, generator=generator).to(dtype).requires_grad_() for h in (2, 1, 1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = marble.attention(q, k, v, plan)
+        out.square().sum().backward()
+        results.append([out, q.grad, k.grad, v.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_the_default_device_does_not_matter():
+    layout = Layout([[Span("causal", 20), Span("full", 30)]])
+    with torch.device("meta"):
+        plan = marble.plan(layout, AttentionShape(2, 1, 16), ranks=2, block=8)
+    assert plan.index.device.type == "cpu"
+    assert torch.equal(plan.index.sort().values, torch.arange(50))
+
+
+def test_plans_pickle_without_what_they_can_derive():
+    layout = Layout([[Span("causal", 700), Span("full", 300), Span("causal", 24)]] * 64)
+    plan = marble.plan(layout, AttentionShape(2, 1, 16), ranks=8, rank=3)
+    assert len(pickle.dumps(plan)) < 8 * plan.local_tokens * len(plan.schedules[0][3].forward.steps)

@@ -11,10 +11,12 @@ from marble.compose import executor
 from marble.compose.schedule import Schedule
 from marble.kernels.contract import Backend
 from marble.kernels.reference import ReferenceBackend
+from marble.layout import Layout
 from marble.mask.domains import dense
+from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.order.token_order import TokenOrder
-from marble.testing.layouts import Case
+from marble.testing.layouts import Case, stored_mask
 
 SCALE = 0.7
 
@@ -92,3 +94,10 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: flo
         if one[name].shape != other[name].shape
         or not torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance)
     ]
+
+
+def case_of(layout: Layout, pieces: list, world: int, block: int, heads: int = 2, kv_heads: int = 1) -> Case:
+    """A case dealt by hand."""
+    mask = stored_mask(Storage.natural(layout))
+    order = TokenOrder("mine", mask.storage, world, torch.tensor(pieces))
+    return Case(layout, None, None, block, world, heads, kv_heads, mask, order)

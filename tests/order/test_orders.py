@@ -24,7 +24,6 @@ from marble.testing.layouts import (
     random_order,
     random_storage,
     random_window,
-    sample_bounds,
     stored_mask,
 )
 
@@ -42,13 +41,16 @@ def test_documented_examples(name):
 @settings(max_examples=100)
 @given(rng=rngs)
 def test_ptrr_deals_by_cost_in_rounds(rng):
-    """The rule, step by step: the most expensive block left goes to the next seat; every other round runs back."""
+    """The rule, step by step: in rounds of one block per rank, the costliest goes to the rank with the least so far."""
     costs, ranks = [rng.randint(0, 6) for _ in range(rng.randint(0, 40))], rng.randint(1, 12)
     note(f"{costs} on {ranks}")
-    expected = [0] * len(costs)
-    seats = [*range(ranks), *reversed(range(ranks))]
-    for turn, block in enumerate(sorted(range(len(costs)), key=lambda block: (-costs[block], block))):
-        expected[block] = seats[turn % len(seats)]
+    expected, load = [0] * len(costs), [0] * ranks
+    left = sorted(range(len(costs)), key=lambda block: (-costs[block], block))
+    while left:
+        hand, left = left[:ranks], left[ranks:]
+        for block, rank in zip(hand, sorted(range(ranks), key=lambda rank: (load[rank], rank)), strict=False):
+            expected[block] = rank
+            load[rank] += costs[block]
     dealt = ptrr(torch.tensor(costs, dtype=torch.int64), ranks)
     assert dealt.tolist() == expected
     assert dealt.dtype == torch.int64
@@ -76,7 +78,7 @@ def test_balanced_samples_partition_the_tokens(rng):
     layout, ranks, block = random_layout(rng), rng.randint(1, 8), random_block(rng)
     work = torch.tensor([rng.randint(0, 9) for _ in range(layout.tokens)])
     note(f"{layout.to_json()}, {ranks} ranks, block {block}, work {work.tolist()}")
-    samples = sample_bounds(layout)
+    samples = layout.sample_bounds
     pieces = balanced_samples(samples, work, ranks, block)
     start, stop, rank = pieces.T
     assert start[0] == 0
@@ -209,7 +211,7 @@ def test_storage_permutes_inside_samples(rng):
     storage = set_apart(layout) if rng.random() < 0.5 else random_storage(rng, layout)
     note(f"{layout.to_json()}, stored {storage.span_order.tolist()}")
     assert sorted(storage.sequence.tolist()) == list(range(layout.tokens))
-    for low, high in sample_bounds(layout).tolist():
+    for low, high in layout.sample_bounds.tolist():
         assert sorted(storage.sequence[low:high].tolist()) == list(range(low, high))
     table = layout.table
     assert torch.equal(table.start[storage.span] + storage.within, storage.sequence)

@@ -25,7 +25,7 @@ def ring(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int,
     Forward, step s computes the rank's queries against the shard of rank (r − s) mod R while that shard moves on to
     the next rank. Backward, the shard's fp32 gradients follow it one step behind: each rank computes its share into
     a buffer of its own while the sum so far is on its way, adds that, and sends the result on. The local shard comes
-    last, when the sum of all others is on its way home.
+    last, when the sum of all others is on its way home; the first hop of the keys has nothing to hide behind.
 
     Args:
         order: the token order; any one.
@@ -51,6 +51,7 @@ def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int
     world, mine = len(lengths), lengths[rank]
     slot = _slot(lengths, block)
     tiles, untouched = _flag_touches(tiles)
+    carries = [bool((call.touch[call.by_query.counts() > 0] != int(Touch.FIRST | Touch.LAST)).any()) for call in tiles]
 
     def resident(step: int, at: int) -> Rows:
         """Where the shard that rank ``at`` computes on in ``step`` lies: at home, then in two inboxes by turns."""
@@ -66,7 +67,7 @@ def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int
             Step(
                 transfers=moves if step < world - 1 else (),
                 clears=tuple(blank) if step == 0 else (),
-                calls=(Call(work, resident(step, rank)),) if work.visited else (),
+                calls=(Call(work, resident(step, rank), carries=carries[step]),) if work.visited else (),
             )
         )
     buffers = (
@@ -112,7 +113,7 @@ def _backward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: in
             clears += (sums(step, rank),)
             work = tiles[step % world]
             if work.visited:
-                calls = (Call(work, keys(step, rank), out="dout", dkv=sums(step, rank)),)
+                calls = (Call(work, keys(step, rank), dkv=sums(step, rank)),)
         adds = (Add(inbox(step, rank), sums(step, rank)),) if arrives else ()
         steps.append(Step(moves, clears, calls, adds))
     buffers = (
@@ -156,5 +157,6 @@ def _flag_touches(tiles: list[Tiles]) -> tuple[list[Tiles], list[tuple[int, int]
 
 def _stretches(blocks: Tensor, block: int, rows: int) -> list[tuple[int, int]]:
     """The row ranges of the chosen blocks."""
-    chosen = blocks.nonzero().flatten().tolist()
-    return [(index * block, min((index + 1) * block, rows)) for index in chosen]
+    edges = torch.nn.functional.pad(blocks.to(torch.int8), (1, 1)).diff()
+    starts, stops = ((edges == sign).nonzero().flatten() * block for sign in (1, -1))
+    return list(zip(starts.tolist(), stops.clamp(max=rows).tolist(), strict=True))
