@@ -19,7 +19,7 @@ from rich.table import Table
 import marble
 from marble.compose.check import check as check_schedules
 from marble.compose.cost import Summary, summarise
-from marble.compose.planner import ORDERS
+from marble.compose.planner import ORDERS, SCHEDULES
 from marble.layout import Layout
 from marble.testing import exactness
 from marble.workloads import WORKLOADS, build
@@ -44,6 +44,7 @@ Scale = Annotated[float, typer.Option(help="shrink a workload's spans by this fa
 Ranks = Annotated[int, typer.Option(help="ring degree", min=1)]
 Window = Annotated[int | None, typer.Option(help="sliding window of the layer; none for a global layer", min=1)]
 Order = Annotated[str, typer.Option(help=f"token order: {', '.join(ORDERS)}")]
+ScheduleName = Annotated[str, typer.Option("--schedule", help=f"what moves between ranks: {', '.join(SCHEDULES)}")]
 Block = Annotated[int, typer.Option(help="tokens of a tile's block", min=1, max=128)]
 Heads = Annotated[int, typer.Option(help="query heads", min=1)]
 KvHeads = Annotated[int, typer.Option(help="key/value heads", min=1)]
@@ -84,6 +85,7 @@ def plan(
     scale: Scale = 1.0,
     ranks: Ranks = 8,
     window: Window = None,
+    schedule: ScheduleName = "ring",
     order: Order = "ptrr",
     block: Block = 128,
     heads: Heads = 32,
@@ -91,20 +93,28 @@ def plan(
     head_dim: HeadDim = 128,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
-    """Plan a ring and show its work per rank and step, its balance and its bytes."""
+    """Plan a layer and show its work per rank and step, its balance and its bytes."""
     layout = _layout(source, tokens, seed, scale)
     shape = marble.AttentionShape(heads, kv_heads, head_dim, window)
     with _busy("planning"):
-        planned = marble.plan(layout, shape, ranks=ranks, order=order, block=block)
+        planned = marble.plan(layout, shape, ranks=ranks, schedule=schedule, order=order, block=block)
     summary = summarise([planned.schedules[0][rank] for rank in range(ranks)], head_dim)
     if as_json:
         fields = {name: getattr(summary, name).tolist() for name in summary.__dataclass_fields__}
         ratios = {
             name: getattr(summary, name) for name in ("total_balance", "step_balance", "token_balance", "partial_share")
         }
-        typer.echo(json.dumps({"source": source, "order": order, "block": block, "ranks": ranks} | fields | ratios))
+        typer.echo(
+            json.dumps(
+                {"source": source, "schedule": schedule, "order": order, "block": block, "ranks": ranks}
+                | fields
+                | ratios
+            )
+        )
         return
-    console.print(_rank_table(summary, f"{source}: {layout.tokens:,} tokens, {order} order, tiles of {block}×{block}"))
+    console.print(
+        _rank_table(summary, f"{source}: {layout.tokens:,} tokens, {schedule}, {order} order, tiles of {block}×{block}")
+    )
     console.print(_step_table(summary))
     console.print(
         f"busiest rank / mean {summary.total_balance:.4f} · sum of slowest steps / mean {summary.step_balance:.4f} · "
@@ -120,6 +130,7 @@ def check(
     scale: Annotated[float | None, typer.Option(help="as above; by default the workload's demo scale")] = None,
     ranks: Ranks = 4,
     window: Window = None,
+    schedule: ScheduleName = "ring",
     order: Order = "ptrr",
     block: Block = 128,
     heads: Heads = 4,
@@ -137,7 +148,7 @@ def check(
         def done(following: str) -> None:
             progress.update(task, advance=1, description=following)
 
-        planned = marble.plan(layout, shape, ranks=ranks, order=order, block=block)
+        planned = marble.plan(layout, shape, ranks=ranks, schedule=schedule, order=order, block=block)
         done("proving the schedules")
         assert planned.masks is not None
         schedules = [planned.schedules[0][rank] for rank in range(ranks)]
@@ -147,9 +158,9 @@ def check(
         ref = exactness.reference(problem)
         done("single call")
         single = exactness.single_call(problem)
-        done("ring in float64")
+        done("ranks in float64")
         difference = exactness.worst_difference(exactness.distributed(problem, planned, torch.float64), ref)
-        done("ring in bfloat16")
+        done("ranks in bfloat16")
         ratios = {
             backend: exactness.error_ratios(exactness.distributed(problem, planned, backend=backend), single, ref)
             for backend in ("reference", "rounded")

@@ -44,7 +44,7 @@ def show(plan: Plan, path: str | Path, *, layer: int = 0, title: str = "") -> No
 
     Raises:
         ImportError: if matplotlib is missing; ``pip install 'marble-attention[plots]'`` brings it.
-        ValueError: if the plan holds one rank only.
+        ValueError: if the plan holds one rank only, or the layer is not a ring.
     """
     try:
         import matplotlib as mpl
@@ -53,6 +53,8 @@ def show(plan: Plan, path: str | Path, *, layer: int = 0, title: str = "") -> No
         raise ImportError("marble.plots needs matplotlib: pip install 'marble-attention[plots]'") from None
     if plan.rank is not None or plan.masks is None:
         raise ValueError("plan: a picture shows all ranks; plan with ranks=… and without rank")
+    if plan.names[layer] != "ring":
+        raise ValueError(f"plan: the picture is of ring steps, and layer {layer} runs {plan.names[layer]}")
     with mpl.rc_context({"font.size": 9, "axes.titlesize": 10, "axes.titleweight": "bold"}):
         figure = Figure(figsize=(13.5, 4.9), layout="constrained")
         left, middle, right = figure.subplots(1, 3, width_ratios=(1, 1, 1.05))

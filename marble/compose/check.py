@@ -397,15 +397,19 @@ def _used_keys(call: Call, rows: int) -> Tensor:
 def _covered(call: Call, rows: int, name: str, queries: int) -> Tensor:
     """How often a call computes each pair, int32 [queries, key rows]."""
     work = call.work
-    if isinstance(work, Tiles):
-        spots = work.key_row.tolist(), work.key_len.tolist()
-        index = torch.cat([torch.arange(row, row + length) for row, length in zip(*spots, strict=True)])
-        count = torch.zeros(queries, rows, dtype=torch.int32)
-        by_query = covered(work.by_query, queries, len(index), work.block)
-        if (by_query != covered(work.by_key, len(index), queries, work.block).T).any():
-            raise ScheduleError(f"{name}: the tiles of a call by query and by key are not the same")
-        return count.index_add_(1, index, by_query)
-    return _covered_varlen(work, queries, rows)
+    if not isinstance(work, Tiles):
+        return _covered_varlen(work, queries, rows)
+    # Key block j in columns of its own, then moved to the rows where it lies.
+    place = work.key_row.long().unsqueeze(1) + torch.arange(work.block)
+    real = (torch.arange(work.block) < work.key_len.unsqueeze(1)).flatten()
+    width = len(work.key_row) * work.block
+    found = covered(work.by_query, queries, width, work.block)
+    if (found != covered(work.by_key, width, queries, work.block).T).any():
+        raise ScheduleError(f"{name}: the tiles of a call by query and by key are not the same")
+    if found[:, ~real].any():
+        raise ScheduleError(f"{name}: a call computes pairs behind the end of a key block")
+    count = torch.zeros(queries, rows, dtype=torch.int32)
+    return count.index_add_(1, place.flatten()[real], found[:, real])
 
 
 def _covered_varlen(work: Varlen, queries: int, rows: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marble.compose.schedule import Schedule
+from marble.compose.schedules.fetch import all_gather, sparse_a2a
 from marble.compose.schedules.ring import ring
 from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
@@ -84,6 +85,7 @@ class Plan:
     Attributes:
         order: which rank holds which tokens.
         layers: the layers that it was made for.
+        names: the name of each layer's schedule.
         schedules: per layer the schedules of the ranks that this process runs, by rank. Layers that are alike share
             one.
         rank: this process's rank, or None if it runs all ranks (virtual ranks).
@@ -93,6 +95,7 @@ class Plan:
 
     order: TokenOrder
     layers: tuple[AttentionShape, ...]
+    names: tuple[str, ...]
     schedules: tuple[Mapping[int, Schedule], ...]
     rank: int | None
     block: int
@@ -179,7 +182,7 @@ class Plan:
     @cached_property
     def digest(self) -> Tensor:
         """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
-        described = repr((self.order.name, self.world, self.block, self.layers)).encode()
+        described = repr((self.order.name, self.world, self.block, self.layers, self.names)).encode()
         parts = (self.order.pieces, self.order.storage.span_order, *vars(self.order.storage.layout.table).values())
         sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
         return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
@@ -234,12 +237,13 @@ def plan(
     ranks: int | None = None,
     rank: int | None = None,
     group: dist.ProcessGroup | None = None,
-    order: str = "ptrr",
+    schedule: str | Sequence[str] = "ring",
+    order: str | None = None,
     block: int = MAX_BLOCK,
     mask: MaskFn | None = None,
     tracks: Mapping[str, Tensor] | None = None,
 ) -> Plan:
-    """Plan ring attention over one packed sequence. Every rank plans alone and comes to the same answer.
+    """Plan attention over one packed sequence. Every rank plans alone and comes to the same answer.
 
     Args:
         layout: the packed sequence.
@@ -247,8 +251,12 @@ def plan(
         ranks: number of ranks. Without ``rank``, this process runs all of them itself (virtual ranks).
         rank: the rank to plan for.
         group: a process group, instead of ``ranks`` and ``rank``.
+        schedule: what moves between ranks, for all layers or one name per layer: ``ring`` (every shard visits every
+            rank), ``sparse_a2a`` (each rank fetches the key blocks that its queries see; on a window layer, the last
+            window) or ``all_gather`` (every rank fetches every key; a baseline).
         order: how tokens are dealt to ranks: ``ptrr`` (even work in every ring step), ``balanced_samples`` (whole
-            samples, even work and even tokens) or ``contiguous``.
+            samples, even work and even tokens) or ``contiguous``. By default ``ptrr`` if a layer is a ring, else
+            ``balanced_samples``.
         block: tokens of a tile's block, 1 to 128. Small blocks let short sequences spread over many ranks.
         mask: a mask of one's own, ``mask(q, k)`` over token tracks (see `marble.mask.algebra`), instead of the
             layout's modes. Padding stays invisible.
@@ -260,7 +268,7 @@ def plan(
     if not isinstance(layout, Layout):
         raise TypeError(f"layout: expected marble.Layout, got {type(layout).__name__}")
     with torch.device("cpu"):  # whatever the caller's default device is
-        return _plan(layout, layers, ranks, rank, group, order, block, mask, tracks)
+        return _plan(layout, layers, ranks, rank, group, schedule, order, block, mask, tracks)
 
 
 def _plan(
@@ -269,7 +277,8 @@ def _plan(
     ranks: int | None,
     rank: int | None,
     group: dist.ProcessGroup | None,
-    order: str,
+    schedule: str | Sequence[str],
+    order: str | None,
     block: int,
     mask: MaskFn | None,
     tracks: Mapping[str, Tensor] | None,
@@ -279,6 +288,9 @@ def _plan(
     block = as_int(block, "block")
     if not 1 <= block <= MAX_BLOCK:
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
+    names = _resolve_schedules(schedule, len(layers))
+    if order is None:
+        order = "ptrr" if "ring" in names else "balanced_samples"
     if not isinstance(order, str):
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
@@ -292,14 +304,28 @@ def _plan(
             stacklevel=3,
         )
     mine = range(world) if rank is None else (rank,)
-    built: dict[tuple[int, int, int], Mapping[int, Schedule]] = {}
+    built: dict[tuple[str, int, int, int], Mapping[int, Schedule]] = {}
     schedules = []
-    for shape, stored in zip(layers, masks, strict=True):
-        key = (id(stored), shape.heads, shape.kv_heads)
+    for shape, stored, name in zip(layers, masks, names, strict=True):
+        key = (name, id(stored), shape.heads, shape.kv_heads)
         if key not in built:
-            built[key] = {other: ring(dealt, stored, other, block, shape.heads, shape.kv_heads) for other in mine}
+            build = SCHEDULES[name]
+            built[key] = {other: build(dealt, stored, other, block, shape.heads, shape.kv_heads) for other in mine}
         schedules.append(built[key])
-    return Plan(dealt, layers, tuple(schedules), rank, block, masks)
+    return Plan(dealt, layers, names, tuple(schedules), rank, block, masks)
+
+
+def _resolve_schedules(schedule: str | Sequence[str], layers: int) -> tuple[str, ...]:
+    """One schedule name per layer."""
+    if not isinstance(schedule, str | Sequence) or not all(isinstance(name, str) for name in schedule):
+        raise TypeError(f"schedule: expected a name or one name per layer, got {schedule!r}")
+    names = (schedule,) * layers if isinstance(schedule, str) else tuple(schedule)
+    if len(names) != layers:
+        raise ValueError(f"schedule: {len(names)} names for {layers} layers; give one name, or one per layer")
+    for name in names:
+        if name not in SCHEDULES:
+            raise ValueError(f"schedule: {name!r} is unknown; use one of {', '.join(map(repr, SCHEDULES))}")
+    return names
 
 
 def _as_layers(layers: Sequence[AttentionShape]) -> tuple[AttentionShape, ...]:
@@ -381,4 +407,10 @@ ORDERS: Mapping[str, Callable[[Sequence[StoredMask], int, int], TokenOrder]] = {
     "ptrr": _deal_ptrr,
     "balanced_samples": _deal_balanced_samples,
     "contiguous": _deal_contiguous,
+}
+
+SCHEDULES: Mapping[str, Callable[[TokenOrder, StoredMask, int, int, int, int], Schedule]] = {
+    "ring": ring,
+    "sparse_a2a": sparse_a2a,
+    "all_gather": all_gather,
 }

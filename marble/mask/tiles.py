@@ -7,6 +7,7 @@ at pair by pair. Tests hold the paths to one answer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +73,25 @@ class StoredMask:
             touch,
         )
 
+    def seen(self, shards: Sequence[Tensor], cols: Tensor, block: int) -> Tensor:
+        """Which key blocks of the shard ``cols`` each query shard sees: bool [shards, key blocks]."""
+        pairing = _Pairing(self, cols, cols, block)
+        answer = torch.zeros(len(shards), pairing.key_blocks, dtype=torch.bool)
+        ranged = torch.zeros(pairing.key_blocks, dtype=torch.bool)
+        if self.keys is not None:
+            ranged = pairing.fold(self.keys.exact[cols], True).all(1)
+            bounds = [torch.arange(len(cols)) // block, self.keys.lo[cols], self.keys.hi[cols]]
+            visible = torch.stack(bounds, 1)[self.keys.lo[cols] < self.keys.hi[cols]]
+            group, lo, hi = _merge(torch.unique_consecutive(visible[ranged[visible[:, 0]]], dim=0)).T.contiguous()
+            for rank, shard in enumerate(shards):
+                answer[rank, group[torch.searchsorted(shard, lo) < torch.searchsorted(shard, hi)]] = True
+        open_blocks = (~ranged).nonzero().flatten()
+        if len(open_blocks):
+            for rank, shard in enumerate(shards):
+                for found in _Pairing(self, shard, cols, block).by_summaries(open_blocks):
+                    answer[rank, found[:, 0]] = True
+        return answer
+
     def work(self, block: int) -> Tensor:
         """Visited tiles of each query block of the whole stored sequence, int64 [blocks]."""
         everything = torch.arange(len(self.tracks))
@@ -96,11 +116,11 @@ class _Pairing:
         if not len(self.rows) or not len(self.cols):
             return torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
         if self.stored.keys is None:
-            return self._by_summaries(torch.arange(self.key_blocks))
-        exact = self._fold(self.stored.keys.exact[self.cols], True).all(1)
+            return self.by_summaries(torch.arange(self.key_blocks))
+        exact = self.fold(self.stored.keys.exact[self.cols], True).all(1)
         found = [self._by_ranges(exact.nonzero().flatten())]
         if not exact.all():
-            found.append(self._by_summaries((~exact).nonzero().flatten()))
+            found.append(self.by_summaries((~exact).nonzero().flatten()))
         runs, parts = (torch.cat(pieces) for pieces in zip(*found, strict=True))
         return _sorted(runs), _sorted(parts)
 
@@ -112,8 +132,8 @@ class _Pairing:
         hi = torch.searchsorted(self.rows, keys.hi[self.cols])
         lo, hi = torch.where(lo < hi, lo, 0), torch.where(lo < hi, hi, 0)
         # Full: the query blocks inside every key's range. The last, ragged blocks are never full.
-        first = -(-self._fold(lo, 0).amax(1) // self.block)
-        last = self._fold(hi, len(self.rows)).amin(1) // self.block
+        first = -(-self.fold(lo, 0).amax(1) // self.block)
+        last = self.fold(hi, len(self.rows)).amin(1) // self.block
         whole = (torch.arange(self.key_blocks) + 1) * self.block <= len(self.cols)
         last = torch.where(whole, torch.maximum(first, last), first)
         runs = torch.stack([blocks, first[blocks], (last - first)[blocks]], 1)
@@ -126,8 +146,10 @@ class _Pairing:
         partial = (pairs[:, 1] < first[pairs[:, 0]]) | (pairs[:, 1] >= last[pairs[:, 0]])
         return runs[runs[:, 2] > 0], pairs[partial]
 
-    def _by_summaries(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def by_summaries(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Any mask: block summaries first, then pair by pair what they leave open."""
+        if not len(self.rows):
+            return torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
         tracks = self.stored.tracks
         q = BlockSummaries.of(tracks.take(self.rows), self.block)
         k = BlockSummaries.of(tracks.take(self.cols), self.block).take(blocks)
@@ -193,8 +215,8 @@ class _Pairing:
             words[chosen] = _pack_ranges(edges)
             tiled[chosen] = ~fits
             bits.append(_pack_bits(legal[~fits]))
-        ranges, range_slot = _dedupe(words[~tiled])
-        tables, bit_slot = _dedupe(torch.cat(bits) if bits else torch.zeros(0, self.block, -(-self.block // 32)))
+        ranges, range_slot = dedupe(words[~tiled])
+        tables, bit_slot = dedupe(torch.cat(bits) if bits else torch.zeros(0, self.block, -(-self.block // 32)))
         slots = torch.empty(len(parts), dtype=torch.int64)
         slots[~tiled], slots[tiled] = range_slot, ~bit_slot
         return slots, ranges.int(), tables.int()
@@ -207,7 +229,7 @@ class _Pairing:
             )
         return None if stored.queries is None else (stored.queries.bounds, stored.queries.exact)
 
-    def _fold(self, values: Tensor, fill: int | bool) -> Tensor:
+    def fold(self, values: Tensor, fill: int | bool) -> Tensor:
         """Values per key row as [key blocks, block]."""
         missing = self.key_blocks * self.block - len(values)
         return torch.cat([values, values.new_full((missing,), fill)]).view(self.key_blocks, self.block)
@@ -338,7 +360,8 @@ def _pack_bits(legal: Tensor) -> Tensor:
     return torch.where(word >= 1 << 31, word - (1 << 32), word)
 
 
-def _dedupe(table: Tensor) -> tuple[Tensor, Tensor]:
+def dedupe(table: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of a table, and for each of its rows the distinct one."""
     if not len(table):
         return table, torch.zeros(0, dtype=torch.int64)
     return torch.unique(table, dim=0, return_inverse=True)

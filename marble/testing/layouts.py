@@ -12,8 +12,8 @@ from random import Random
 
 import torch
 
+from marble.compose.planner import SCHEDULES
 from marble.compose.schedule import Schedule
-from marble.compose.schedules.ring import ring
 from marble.layout import Layout, Mode, Span
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.modes import not_padding, packed_mask
@@ -173,17 +173,19 @@ class Case:
     kv_heads: int
     mask: StoredMask
     order: TokenOrder
+    schedule: str = "ring"
 
     def __repr__(self) -> str:
         return (
             f"Case({self.layout.to_json()}, window={self.window}, user={self.user}, block={self.block}, "
             f"world={self.world}, heads={self.heads}/{self.kv_heads}, order={self.order.name}, "
-            f"pieces={self.order.pieces.tolist()})"
+            f"pieces={self.order.pieces.tolist()}, schedule={self.schedule})"
         )
 
     def schedules(self) -> list[Schedule]:
-        """The ring schedules of all ranks."""
-        return [ring(self.order, self.mask, rank, self.block, self.heads, self.kv_heads) for rank in range(self.world)]
+        """The schedules of all ranks."""
+        build = SCHEDULES[self.schedule]
+        return [build(self.order, self.mask, rank, self.block, self.heads, self.kv_heads) for rank in range(self.world)]
 
 
 def random_case(
@@ -193,8 +195,9 @@ def random_case(
     spans: int = 8,
     ranks: tuple[int, int] = (1, 8),
     blocks: tuple[int, ...] = BLOCKS,
+    schedules: tuple[str, ...] = tuple(SCHEDULES),
 ) -> Case:
-    """A random layout, mask, token order and head count; one case in six has a mask of its user's own."""
+    """A random layout, mask, token order, schedule and head count; one case in six has a mask of its user's own."""
     layout = random_layout(rng, samples=samples, spans=spans)
     user = random_expression(rng, ("sample", "seg", "noise", "pos", "shot")) if rng.random() < 1 / 6 else None
     window = random_window(rng) if user is None else None
@@ -202,4 +205,5 @@ def random_case(
     mask = stored_mask(Storage.natural(layout) if natural else set_apart(layout), window, user=user)
     block, world = rng.choice(blocks), rng.randint(*ranks)
     heads, kv_heads = rng.choice([(1, 1), (2, 2), (2, 1), (4, 2)])
-    return Case(layout, window, user, block, world, heads, kv_heads, mask, random_order(rng, mask, world, block))
+    order, schedule = random_order(rng, mask, world, block), rng.choice(schedules)
+    return Case(layout, window, user, block, world, heads, kv_heads, mask, order, schedule)

@@ -7,14 +7,11 @@ The carried fp32 state and the travelling fp32 gradients: MARBLE, section 03 (Lu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from marble.compose.schedule import Add, Buffer, Call, Kind, Pass, Rows, Schedule, Step, Transfer
-from marble.kernels.contract import Tiles, Touch
+from marble.compose.schedules.touches import flag_touches, whole_blocks
+from marble.kernels.contract import Tiles
 from marble.mask.tiles import StoredMask
 from marble.order.token_order import TokenOrder
 
@@ -49,9 +46,8 @@ def ring(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int,
 
 def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int, heads: int, kv_heads: int) -> Pass:
     world, mine = len(lengths), lengths[rank]
-    slot = _slot(lengths, block)
-    tiles, untouched = _flag_touches(tiles)
-    carries = [bool((call.touch[call.by_query.counts() > 0] != int(Touch.FIRST | Touch.LAST)).any()) for call in tiles]
+    slot = whole_blocks(max(lengths), block)
+    tiles, carries, untouched = flag_touches(tiles)
 
     def resident(step: int, at: int) -> Rows:
         """Where the shard that rank ``at`` computes on in ``step`` lies: at home, then in two inboxes by turns."""
@@ -62,11 +58,10 @@ def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int
     for step in range(world):
         moves = _exchange(rank, world, partial(resident, step), partial(resident, step + 1))
         work = tiles[step]
-        blank = [rows for low, high in untouched for rows in (Rows("out", low, high), Rows("lse", low, high))]
         steps.append(
             Step(
                 transfers=moves if step < world - 1 else (),
-                clears=tuple(blank) if step == 0 else (),
+                clears=untouched if step == 0 else (),
                 calls=(Call(work, resident(step, rank), carries=carries[step]),) if work.visited else (),
             )
         )
@@ -81,7 +76,7 @@ def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int
 
 def _backward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int, heads: int, kv_heads: int) -> Pass:
     world, mine = len(lengths), lengths[rank]
-    slot = _slot(lengths, block)
+    slot = whole_blocks(max(lengths), block)
 
     def keys(step: int, at: int) -> Rows:
         """Keys of the shard of rank (at − step): its home, then the inboxes by turns."""
@@ -138,25 +133,3 @@ def _exchange(
         if len(leaves(source)):
             moves.append(Transfer(source, leaves(source), target, lands(target)))
     return tuple(moves)
-
-
-def _slot(lengths: tuple[int, ...], block: int) -> int:
-    """Rows for any rank's shard, in whole blocks, so that a ragged key block never reads into the next shard."""
-    return -(-max(lengths) // block) * block
-
-
-def _flag_touches(tiles: list[Tiles]) -> tuple[list[Tiles], list[tuple[int, int]]]:
-    """First and last touches of each query block over all calls, and the query rows that no call touches."""
-    busy = torch.stack([call.by_query.counts() > 0 for call in tiles])
-    order = busy.long().cumsum(0)
-    first, last = busy & (order == 1), busy & (order == order[-1:])
-    flags = first * int(Touch.FIRST) + last * int(Touch.LAST)
-    flagged = [replace(call, touch=flag.to(torch.uint8)) for call, flag in zip(tiles, flags, strict=True)]
-    return flagged, _stretches(~busy.any(0), tiles[0].block, tiles[0].query_rows)
-
-
-def _stretches(blocks: Tensor, block: int, rows: int) -> list[tuple[int, int]]:
-    """The row ranges of the chosen blocks."""
-    edges = torch.nn.functional.pad(blocks.to(torch.int8), (1, 1)).diff()
-    starts, stops = ((edges == sign).nonzero().flatten() * block for sign in (1, -1))
-    return list(zip(starts.tolist(), stops.clamp(max=rows).tolist(), strict=True))
