@@ -75,13 +75,13 @@ class Problem:
         q, k, v, dout = (tensor.to(dtype).double() for tensor in tensors)
         return cls(layout, shape, q, k, v, dout, mask)
 
-    def plan(self, ranks: int, order: str = "ptrr", block: int = 128) -> Plan:
+    def plan(self, ranks: int, schedule: str = "ring", block: int = 128) -> Plan:
         """A plan of this problem on virtual ranks."""
-        return marble.plan(self.layout, self.shape, ranks=ranks, order=order, block=block)
+        return marble.plan(self.layout, self.shape, ranks=ranks, schedule=schedule, block=block)
 
-    def plan_here(self) -> Plan:
+    def plan_here(self, schedule: str = "ring") -> Plan:
         """A plan of this problem for this process's rank in the default process group."""
-        return marble.plan(self.layout, self.shape, group=dist.group.WORLD)
+        return marble.plan(self.layout, self.shape, group=dist.group.WORLD, schedule=schedule)
 
 
 Results = dict[str, Tensor]

@@ -44,7 +44,8 @@ CASES = [
 def plan_for(name: str, order: str, **ranks: Any) -> Plan:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "marble.plan: ranks .* get no tokens")
-        return marble.plan(LAYOUTS[name], SHAPES, order=order, block=16, **ranks)
+        schedule = "ring" if order == "ptrr" else ["sparse_a2a", "all_gather"]
+        return marble.plan(LAYOUTS[name], SHAPES, schedule=schedule, order=order, block=16, **ranks)
 
 
 def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:

@@ -19,9 +19,11 @@ def _problem(layout: Layout, window: int | None, heads: tuple[int, int]) -> Prob
     return Problem.random(layout, AttentionShape(*heads, 64, window), seed=7, device="cuda")
 
 
-def _on_nccl(_rank: int, layout: str, window: int | None, heads: tuple[int, int]) -> dict[str, torch.Tensor]:
+def _on_nccl(
+    _rank: int, layout: str, window: int | None, heads: tuple[int, int], schedule: str
+) -> dict[str, torch.Tensor]:
     problem = _problem(Layout.from_json(layout), window, heads)
-    return distributed(problem, problem.plan_here())
+    return distributed(problem, problem.plan_here(schedule))
 
 
 @needs_gpu
@@ -40,10 +42,11 @@ def test_virtual_ranks_on_a_gpu_are_exact(name: str, window: int | None, heads: 
 @needs_two
 @pytest.mark.parametrize(("name", "window"), CASES)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-def test_nccl_ranks_equal_virtual_ranks(name: str, window: int | None, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("schedule", ["ring", "sparse_a2a"])
+def test_nccl_ranks_equal_virtual_ranks(name: str, window: int | None, heads: tuple[int, int], schedule: str) -> None:
     layout = build(name, 4099, scale=WORKLOADS[name].demo_scale)
     problem = _problem(layout, window, heads)
-    virtual = distributed(problem, problem.plan(2))
-    for results in run_processes(_on_nccl, 2, layout.to_json(), window, heads, backend="nccl"):
+    virtual = distributed(problem, problem.plan(2, schedule))
+    for results in run_processes(_on_nccl, 2, layout.to_json(), window, heads, schedule, backend="nccl"):
         for result in RESULTS:
             assert torch.equal(results[result], virtual[result].cpu()), result
