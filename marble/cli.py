@@ -46,9 +46,7 @@ Window = Annotated[int | None, typer.Option(help="sliding window of the layer; n
 Order = Annotated[str, typer.Option(help=f"token order: {', '.join(ORDERS)}")]
 ScheduleName = Annotated[str, typer.Option("--schedule", help=f"what moves between ranks: {', '.join(SCHEDULES)}")]
 Block = Annotated[int, typer.Option(help="tokens of a tile's block", min=1, max=128)]
-Heads = Annotated[int, typer.Option(help="query heads", min=1)]
-KvHeads = Annotated[int, typer.Option(help="key/value heads", min=1)]
-HeadDim = Annotated[int, typer.Option(help="size of a head", min=1)]
+Shape = Annotated[str, typer.Option(help="query heads : key/value heads : size of a head")]
 
 
 @app.command()
@@ -88,17 +86,15 @@ def plan(
     schedule: ScheduleName = "ring",
     order: Order = "ptrr",
     block: Block = 128,
-    heads: Heads = 32,
-    kv_heads: KvHeads = 8,
-    head_dim: HeadDim = 128,
+    shape: Shape = "32:8:128",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Plan a layer and show its work per rank and step, its balance and its bytes."""
     layout = _layout(source, tokens, seed, scale)
-    shape = marble.AttentionShape(heads, kv_heads, head_dim, window)
+    layer = _attention_shape(shape, window)
     with _busy("planning"):
-        planned = marble.plan(layout, shape, ranks=ranks, schedule=schedule, order=order, block=block)
-    summary = summarise([planned.schedules[0][rank] for rank in range(ranks)], head_dim)
+        planned = marble.plan(layout, layer, ranks=ranks, schedule=schedule, order=order, block=block)
+    summary = summarise([planned.schedules[0][rank] for rank in range(ranks)], layer.head_dim)
     if as_json:
         fields = {name: getattr(summary, name).tolist() for name in summary.__dataclass_fields__}
         ratios = {
@@ -133,28 +129,26 @@ def check(
     schedule: ScheduleName = "ring",
     order: Order = "ptrr",
     block: Block = 128,
-    heads: Heads = 4,
-    kv_heads: KvHeads = 2,
-    head_dim: HeadDim = 64,
+    shape: Shape = "4:2:64",
 ) -> None:
     """Prove the schedules right, then compare virtual ranks with a single call. Exit code 1 if they are not exact."""
     if scale is None:
         scale = WORKLOADS[source].demo_scale if source in WORKLOADS else 1.0
     layout = _layout(source, tokens, seed, scale)
-    shape = marble.AttentionShape(heads, kv_heads, head_dim, window)
+    layer = _attention_shape(shape, window)
     with _progress() as progress:
         task = progress.add_task("planning", total=6)
 
         def done(following: str) -> None:
             progress.update(task, advance=1, description=following)
 
-        planned = marble.plan(layout, shape, ranks=ranks, schedule=schedule, order=order, block=block)
+        planned = marble.plan(layout, layer, ranks=ranks, schedule=schedule, order=order, block=block)
         done("proving the schedules")
         assert planned.masks is not None
         schedules = [planned.schedules[0][rank] for rank in range(ranks)]
         report = check_schedules(schedules, planned.order, planned.masks[0])
         done("float64 reference")
-        problem = exactness.Problem.random(layout, shape, seed=seed)
+        problem = exactness.Problem.random(layout, layer, seed=seed)
         ref = exactness.reference(problem)
         done("single call")
         single = exactness.single_call(problem)
@@ -166,7 +160,7 @@ def check(
             for backend in ("reference", "rounded")
         }
         done("done")
-    table = Table(title=f"{source}: error over a single call's, {ranks} ranks, {heads}:{kv_heads} heads of {head_dim}")
+    table = Table(title=f"{source}: error over a single call's, {ranks} ranks, {schedule}, shape {shape}")
     table.add_column("")
     for name in exactness.RESULTS:
         table.add_column(name, justify="right")
@@ -250,6 +244,14 @@ def _layout(source: str, tokens: int, seed: int, scale: float) -> Layout:
     if not path.is_file():
         raise ValueError(f"source: {source!r} is neither a workload ({', '.join(WORKLOADS)}) nor a file")
     return Layout.from_json(path.read_text())
+
+
+def _attention_shape(text: str, window: int | None) -> marble.AttentionShape:
+    try:
+        heads, kv_heads, head_dim = map(int, text.split(":"))
+    except ValueError:
+        raise ValueError(f"shape: expected heads:kv_heads:head_dim, like 32:8:128, got {text!r}") from None
+    return marble.AttentionShape(heads, kv_heads, head_dim, window)
 
 
 def _progress() -> Progress:

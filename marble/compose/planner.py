@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -267,7 +268,9 @@ def plan(
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout: expected marble.Layout, got {type(layout).__name__}")
-    with torch.device("cpu"):  # whatever the caller's default device is
+    # A device context slows every call down, so it is entered only where the caller has another default device.
+    on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with on_cpu:
         return _plan(layout, layers, ranks, rank, group, schedule, order, block, mask, tracks)
 
 

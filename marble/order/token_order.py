@@ -47,8 +47,10 @@ class TokenOrder:
 
     def shard(self, rank: int) -> Tensor:
         """Storage positions of a rank's tokens, int64 [its tokens]."""
-        mine = self.pieces[self.pieces[:, 2] == rank]
-        return torch.cat([torch.arange(start, stop) for start, stop, _ in mine.tolist()] or [torch.arange(0)])
+        start, stop, _ = self.pieces[self.pieces[:, 2] == rank].T
+        length = stop - start
+        first = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
+        return first + torch.arange(len(first))
 
     def index(self, rank: int) -> Tensor:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""
