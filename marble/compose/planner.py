@@ -22,7 +22,7 @@ from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.domains import probe
 from marble.mask.modes import not_padding, packed_mask
-from marble.mask.ranges import visible_ranges
+from marble.mask.ranges import VisibleRanges
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.mask.tracks import Tracks
@@ -371,15 +371,14 @@ def _stored_masks(
         raise ValueError("mask: a mask of one's own replaces the window too; put the window into the mask")
     natural = mask is not None or any(window is not None for window in windows)
     storage = Storage.natural(layout) if natural else set_apart(layout)
-    stored_tracks = Tracks.of(layout, tracks).take(storage.sequence)
     if mask is not None:
-        probe(mask, stored_tracks)
+        probe(mask, Tracks.of(layout, tracks))
     built: dict[int | None, StoredMask] = {}
     for window in windows:
         if window not in built:
-            ranges = (None, None) if mask is not None else visible_ranges(storage, window)
+            ranges = VisibleRanges(storage, window) if mask is None else None
             pairs = and_masks(packed_mask(window) if mask is None else mask, not_padding)
-            built[window] = StoredMask(storage, pairs, stored_tracks, *ranges)
+            built[window] = StoredMask(storage, pairs, ranges, tracks)
     return tuple(built[window] for window in windows)
 
 

@@ -1,14 +1,15 @@
 """Visible ranges of the built-in masks, in storage order.
 
 In the right storage order the queries that see one key are one range, and the keys that one query sees are at most
-two. Both are computed from spans as the hull of the visible tokens, together with their exact number: a hull is a
-range if and only if it has as many tokens as are visible. `KeyRanges.exact` and `QueryRanges.exact` record that test
-token by token, so nothing is assumed about the layout; what fails is left to the general path.
+two. Both follow from spans, in closed form for any token: the hull of the visible tokens together with their exact
+number. A hull is a range if and only if it has as many tokens as are visible. `KeyRanges.exact` and
+`QueryRanges.exact` record that test, so nothing is assumed about the layout; what fails is left to the general path.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,12 +19,12 @@ from marble.mask.storage import Storage
 
 @dataclass(frozen=True, eq=False)
 class KeyRanges:
-    """For each stored key the storage positions of the queries that see it.
+    """For some stored keys the storage positions of the queries that see them.
 
     Attributes:
-        lo: int64 [tokens], the first visible query.
-        hi: int64 [tokens], one past the last; equal to ``lo`` where no query sees the key.
-        exact: bool [tokens], whether all queries in between see the key.
+        lo: int64 [...], the first visible query.
+        hi: int64 [...], one past the last; equal to ``lo`` where no query sees the key.
+        exact: bool [...], whether all queries in between see the key.
     """
 
     lo: Tensor
@@ -33,27 +34,66 @@ class KeyRanges:
 
 @dataclass(frozen=True, eq=False)
 class QueryRanges:
-    """For each stored query the storage positions of the keys that it sees.
+    """For some stored queries the storage positions of the keys that they see.
 
     Attributes:
-        bounds: int64 [tokens, 4], two disjoint ranges lo₀, hi₀, lo₁, hi₁; an empty one has lo = hi.
-        exact: bool [tokens], whether the two ranges hold visible keys only.
+        bounds: int64 [..., 4], two disjoint ranges lo₀, hi₀, lo₁, hi₁; an empty one has lo = hi.
+        exact: bool [...], whether the two ranges hold visible keys only.
     """
 
     bounds: Tensor
     exact: Tensor
 
 
-def visible_ranges(storage: Storage, window: int | None = None) -> tuple[KeyRanges, QueryRanges]:
-    """The visible ranges of `marble.mask.modes.packed_mask` on a stored layout (padding sees nothing)."""
-    spans = _Spans(storage)
-    if window is None:
-        keys, queries = _global_keys(spans), _global_queries(spans)
-    else:
-        keys, queries = _window_keys(spans, window), _window_queries(spans, window)
-    padding = (spans.sample < 0)[storage.span]
-    first, second = queries
-    return _key_ranges(keys, padding), _query_ranges(first, second, padding)
+class VisibleRanges:
+    """The visible ranges of `marble.mask.modes.packed_mask` on a stored layout (padding sees nothing).
+
+    Args:
+        storage: the stored layout.
+        window: the layer's window, None for a global layer.
+    """
+
+    def __init__(self, storage: Storage, window: int | None = None) -> None:
+        self._spans = _Spans(storage)
+        self._window = window
+
+    @property
+    def borders(self) -> Tensor:
+        """First stored position of every stored span, rising.
+
+        From key to key inside a span neither end of the range falls, each rises by one at most, and if the first and
+        the last of some neighbouring keys are exact, so are all between them.
+        """
+        return self._spans.stored_start
+
+    def keys(self, tokens: Tensor) -> KeyRanges:
+        """The ranges of the keys at the storage positions ``tokens``, int64 [...]."""
+        spans = self._spans
+        span, within = spans.locate(tokens)
+        hull = (
+            _global_keys(spans, span, within)
+            if self._window is None
+            else _window_keys(spans, span, within, self._window)
+        )
+        seen = (hull.count != 0) & (spans.sample[span] >= 0)
+        lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
+        return KeyRanges(lo, hi, ~seen | (hi - lo == hull.count))
+
+    def queries(self, tokens: Tensor) -> QueryRanges:
+        """The ranges of the queries at the storage positions ``tokens``, int64 [...]."""
+        spans = self._spans
+        span, within = spans.locate(tokens)
+        if self._window is None:
+            hulls = _global_queries(spans, span, within)
+        else:
+            hulls = _window_queries(spans, span, within, self._window)
+        bounds, exact = [], torch.ones_like(tokens, dtype=torch.bool)
+        for hull in hulls:
+            seen = (hull.count != 0) & (spans.sample[span] >= 0)
+            lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
+            exact = exact & (~seen | (hi - lo == hull.count))
+            bounds += [lo, hi]
+        return QueryRanges(torch.stack(bounds, -1), exact)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,13 +172,64 @@ class _Spans:
     def everyone(self) -> Tensor:
         return torch.ones(len(self.seg), dtype=torch.bool)
 
-    def mates(self, *, after: bool) -> _Hull:
-        """The other spans of each span's group, before or after it."""
-        return self.running(self.everyone, by=self.group, order=self.by_group, after=after)
+    @cached_property
+    def later(self) -> _Hull:
+        """The later spans of each span's sample."""
+        return self.running(self.everyone, by=self.ordinal, after=True)
 
+    def earlier(self, members: Tensor) -> _Hull:
+        """The earlier members of each span's sample."""
+        return self.running(members, by=self.ordinal, after=False)
+
+    @cached_property
+    def mates_before(self) -> _Hull:
+        """The earlier spans of each span's group."""
+        return self.running(self.everyone, by=self.group, order=self.by_group, after=False)
+
+    @cached_property
+    def mates_after(self) -> _Hull:
+        """The later spans of each span's group."""
+        return self.running(self.everyone, by=self.group, order=self.by_group, after=True)
+
+    @cached_property
     def whole_group(self) -> _Hull:
         """All spans of each span's group."""
-        return self.mates(after=False).union(self.own).union(self.mates(after=True))
+        return self.mates_before.union(self.own).union(self.mates_after)
+
+    @cached_property
+    def main_and_behind(self) -> tuple[tuple[Tensor, _Hull], tuple[Tensor, _Hull]]:
+        """The spans stored in sequence order, then noise and what is set apart, each with its visible earlier ones."""
+        behind = self.storage.apart | self.noise
+        main, other = ((member, self.earlier(member & ~self.noise)) for member in (~behind, behind))
+        return main, other
+
+    @cached_property
+    def stored_start(self) -> Tensor:
+        """First stored position of each stored span, rising."""
+        return self.storage.offset[self.storage.span_order]
+
+    def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The span of each stored token, and its place inside."""
+        span = self.storage.span_order[torch.searchsorted(self.stored_start, tokens, right=True) - 1]
+        return span, tokens - self.storage.offset[span]
+
+    @cached_property
+    def clear_before(self) -> Tensor:
+        """Tokens that are not noise before each span."""
+        clear = torch.where(self.noise, 0, self.length)
+        return clear.cumsum(0) - clear
+
+    def clear_tokens_before(self, position: Tensor) -> Tensor:
+        """Tokens that are not noise before a sequence position."""
+        span = torch.searchsorted(self.start, position, right=True) - 1
+        return self.clear_before[span] + torch.where(self.noise[span], 0, position - self.start[span])
+
+    @cached_property
+    def disturbed(self) -> Tensor:
+        """Spans of samples that something is set apart in."""
+        found = torch.zeros(int(self.ordinal[-1]) + 1, dtype=torch.bool)
+        found[self.ordinal[self.storage.apart]] = True
+        return found[self.ordinal]
 
     def group_tokens_before(self, span: Tensor, position: Tensor) -> Tensor:
         """How many tokens of a span's group lie before a sequence position, for [tokens] spans and positions."""
@@ -146,90 +237,61 @@ class _Spans:
         keys = self.group[order] * shift + self.start[order]
         at = torch.searchsorted(keys, self.group[span] * shift + position, right=True) - 1
         found = order[at.clamp(min=0)]
-        before = self.mates(after=False).count[found] + (position - self.start[found]).clamp(min=0).minimum(
+        before = self.mates_before.count[found] + (position - self.start[found]).clamp(min=0).minimum(
             self.length[found]
         )
         return torch.where((at >= 0) & (self.group[found] == self.group[span]), before, 0)
 
 
-def _global_keys(spans: _Spans) -> _Hull:
-    later = spans.running(spans.everyone, by=spans.ordinal, after=True)
-    # Later mates are among the later spans of the sample already.
-    both_ways = spans.mates(after=False).union(spans.own).union(later)
-    span, within = spans.storage.span, spans.storage.within
+def _global_keys(spans: _Spans, span: Tensor, within: Tensor) -> _Hull:
+    later = spans.later.take(span)
     tail = _Hull(spans.own.lo[span] + within, spans.own.hi[span], spans.length[span] - within)
-    causal = tail.union(later.take(span))
-    wide = both_ways.take(span)
-    alone = spans.whole_group().take(span)
-    return _choose(spans.noise[span], alone, _choose(spans.seg[span] >= 0, wide, causal))
+    # Later mates are among the later spans of the sample already.
+    wide = spans.mates_before.take(span).union(spans.own.take(span)).union(later)
+    visible = _choose(spans.seg[span] >= 0, wide, tail.union(later))
+    return _choose(spans.noise[span], spans.whole_group.take(span), visible)
 
 
-def _global_queries(spans: _Spans) -> tuple[_Hull, _Hull]:
-    behind = spans.storage.apart | spans.noise
-    span, within = spans.storage.span, spans.storage.within
+def _global_queries(spans: _Spans, span: Tensor, within: Tensor) -> tuple[_Hull, _Hull]:
     head = _Hull(spans.own.lo[span], spans.own.lo[span] + within + 1, within + 1)
-    own = _choose(spans.seg[span] >= 0, spans.own.take(span), head)
-    own = own.union(spans.mates(after=True).take(span))
-    own = _choose(spans.noise[span], spans.whole_group().take(span), own)
-    result = []
-    for member in (~behind, behind):
-        before = spans.running(member & ~spans.noise, by=spans.ordinal, after=False).take(span)
-        result.append(before.union(own.where(member[span])))
-    return result[0], result[1]
+    own = _choose(spans.seg[span] >= 0, spans.own.take(span), head).union(spans.mates_after.take(span))
+    own = _choose(spans.noise[span], spans.whole_group.take(span), own)
+    first, second = (before.take(span).union(own.where(member[span])) for member, before in spans.main_and_behind)
+    return first, second
 
 
-def _window_keys(spans: _Spans, window: int) -> _Hull:
-    span, key = spans.storage.span, spans.storage.sequence
+def _window_keys(spans: _Spans, span: Tensor, within: Tensor, window: int) -> _Hull:
+    key = spans.start[span] + within
     reach = torch.minimum(key + window, spans.sample_stop[span])
     forward = _Hull(key, reach, reach - key)
-    group = spans.whole_group().take(span)
+    group = spans.whole_group.take(span)
     overlap = spans.group_tokens_before(span, reach) - spans.group_tokens_before(span, key)
     wide = forward.union(group)
     wide = _Hull(wide.lo, wide.hi, wide.count - overlap)
-    return _choose(spans.noise[span], group, _natural(spans, _choose(spans.seg[span] >= 0, wide, forward)))
+    return _choose(spans.noise[span], group, _natural(spans, span, _choose(spans.seg[span] >= 0, wide, forward)))
 
 
-def _window_queries(spans: _Spans, window: int) -> tuple[_Hull, _Hull]:
-    span, query = spans.storage.span, spans.storage.sequence
-    clear = torch.cat([query.new_zeros(1), torch.repeat_interleave((~spans.noise).long(), spans.length).cumsum(0)])
+def _window_queries(spans: _Spans, span: Tensor, within: Tensor, window: int) -> tuple[_Hull, _Hull]:
+    query, noise = spans.start[span] + within, spans.noise[span]
     first = torch.maximum(query - window + 1, spans.sample_start[span])
-    last = torch.where(spans.noise[span], torch.minimum(query + 1, spans.start[span]), query + 1)
+    last = torch.where(noise, torch.minimum(query + 1, spans.start[span]), query + 1)
     last = torch.maximum(first, last)
-    backward = _Hull(first, last, clear[query + 1] - clear[first])
-    group = spans.whole_group().take(span)
+    backward = _Hull(first, last, spans.clear_tokens_before(query + 1) - spans.clear_tokens_before(first))
+    group = spans.whole_group.take(span)
     overlap = spans.group_tokens_before(span, query + 1) - spans.group_tokens_before(span, first)
     wide = backward.union(group)
     wide = _Hull(wide.lo, wide.hi, wide.count - overlap)
-    noise, linked = spans.noise[span], spans.seg[span] >= 0
-    main = _choose(linked & ~noise, wide, backward)
-    return _natural(spans, main), group.where(noise)
+    main = _choose((spans.seg[span] >= 0) & ~noise, wide, backward)
+    return _natural(spans, span, main), group.where(noise)
 
 
-def _natural(spans: _Spans, hull: _Hull) -> _Hull:
+def _natural(spans: _Spans, span: Tensor, hull: _Hull) -> _Hull:
     """Sequence positions are storage positions only in samples that nothing is set apart in; elsewhere, no range."""
-    disturbed = torch.zeros(int(spans.ordinal[-1]) + 1, dtype=torch.bool)
-    disturbed[spans.ordinal[spans.storage.apart]] = True
-    wrong = disturbed[spans.ordinal][spans.storage.span]
-    lo = torch.where(wrong, spans.sample_start[spans.storage.span], hull.lo)
-    hi = torch.where(wrong, spans.sample_stop[spans.storage.span], hull.hi)
+    wrong = spans.disturbed[span]
+    lo = torch.where(wrong, spans.sample_start[span], hull.lo)
+    hi = torch.where(wrong, spans.sample_stop[span], hull.hi)
     return _Hull(lo, hi, torch.where(wrong, -1, hull.count))
 
 
 def _choose(condition: Tensor, yes: _Hull, no: _Hull) -> _Hull:
     return _Hull(*(torch.where(condition, getattr(yes, part), getattr(no, part)) for part in ("lo", "hi", "count")))
-
-
-def _key_ranges(hull: _Hull, padding: Tensor) -> KeyRanges:
-    seen = (hull.count != 0) & ~padding
-    lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
-    return KeyRanges(lo, hi, ~seen | (hi - lo == hull.count))
-
-
-def _query_ranges(first: _Hull, second: _Hull, padding: Tensor) -> QueryRanges:
-    bounds, exact = [], torch.ones_like(padding)
-    for hull in (first, second):
-        seen = (hull.count != 0) & ~padding
-        lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
-        exact = exact & (~seen | (hi - lo == hull.count))
-        bounds += [lo, hi]
-    return QueryRanges(torch.stack(bounds, 1), exact)

@@ -7,8 +7,9 @@ at pair by pair. Tests hold the paths to one answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from marble.kernels.contract import MAX_BLOCK, TileList, Tiles, Touch
 from marble.mask.algebra import MaskFn
 from marble.mask.domains import BlockSummaries, dense, summarise
-from marble.mask.ranges import KeyRanges, QueryRanges
+from marble.mask.ranges import VisibleRanges
 from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
 
@@ -30,16 +31,19 @@ class StoredMask:
     Attributes:
         storage: the storage order.
         mask: the mask; padding is its own business (`marble.mask.modes.not_padding`).
-        tracks: the tracks in storage order.
-        keys: visible queries of each key, or None for a mask without ranges.
-        queries: visible keys of each query, or None.
+        ranges: its visible ranges, or None for a mask without.
+        user: tracks of the user's own in sequence order, by name.
     """
 
     storage: Storage
     mask: MaskFn
-    tracks: Tracks
-    keys: KeyRanges | None = None
-    queries: QueryRanges | None = None
+    ranges: VisibleRanges | None = None
+    user: Mapping[str, Tensor] | None = None
+
+    @cached_property
+    def tracks(self) -> Tracks:
+        """The tracks in storage order."""
+        return Tracks.of(self.storage.layout, self.user).take(self.storage.sequence)
 
     def tiles(self, rows: Tensor, cols: Tensor, block: int) -> Tiles:
         """The tiles between the query shard ``rows`` and the key shard ``cols``.
@@ -78,11 +82,11 @@ class StoredMask:
         pairing = _Pairing(self, cols, cols, block)
         answer = torch.zeros(len(shards), pairing.key_blocks, dtype=torch.bool)
         ranged = torch.zeros(pairing.key_blocks, dtype=torch.bool)
-        if self.keys is not None:
-            ranged = pairing.fold(self.keys.exact[cols], True).all(1)
-            bounds = [torch.arange(len(cols)) // block, self.keys.lo[cols], self.keys.hi[cols]]
-            visible = torch.stack(bounds, 1)[self.keys.lo[cols] < self.keys.hi[cols]]
-            group, lo, hi = _merge(_without_repeats(visible[ranged[visible[:, 0]]])).T.contiguous()
+        if self.ranges is not None:
+            pieces = pairing.pieces(self.ranges)
+            ranged = pieces.exact
+            visible = torch.stack([pieces.block, pieces.lo_first, pieces.hi_last], 1)
+            group, lo, hi = _merge(visible[ranged[pieces.block] & (pieces.lo_first < pieces.hi_last)]).T.contiguous()
             for rank, shard in enumerate(shards):
                 answer[rank, group[torch.searchsorted(shard, lo) < torch.searchsorted(shard, hi)]] = True
         open_blocks = (~ranged).nonzero().flatten()
@@ -94,13 +98,31 @@ class StoredMask:
 
     def work(self, block: int) -> Tensor:
         """Visited tiles of each query block of the whole stored sequence, int64 [blocks]."""
-        everything = torch.arange(len(self.tracks))
+        everything = torch.arange(self.storage.layout.tokens)
         pairing = _Pairing(self, everything, everything, block)
         runs, parts = pairing.classify()
         change = torch.zeros(pairing.query_blocks + 1, dtype=torch.int64)
         change.index_add_(0, runs[:, 1], torch.ones_like(runs[:, 1]))
         change.index_add_(0, runs[:, 1] + runs[:, 2], -torch.ones_like(runs[:, 1]))
         return change.cumsum(0)[:-1] + torch.bincount(parts[:, 1], minlength=pairing.query_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """Neighbouring keys of one block and one span, by the visible queries of the first and the last of them.
+
+    Attributes:
+        block: int64 [pieces], key block.
+        lo_first: int64 [pieces], first query that sees the first key; so ``lo_last``, ``hi_first`` and ``hi_last``.
+        exact: bool [key blocks], whether all keys of a block have a range.
+    """
+
+    block: Tensor
+    lo_first: Tensor
+    lo_last: Tensor
+    hi_first: Tensor
+    hi_last: Tensor
+    exact: Tensor
 
 
 class _Pairing:
@@ -115,34 +137,43 @@ class _Pairing:
         """Runs of full tiles and the partial tiles, each sorted by key block, then query block."""
         if not len(self.rows) or not len(self.cols):
             return torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.int64)
-        if self.stored.keys is None:
+        if self.stored.ranges is None:
             return self.by_summaries(torch.arange(self.key_blocks))
-        exact = self.fold(self.stored.keys.exact[self.cols], True).all(1)
-        found = [self._by_ranges(exact.nonzero().flatten())]
-        if not exact.all():
-            found.append(self.by_summaries((~exact).nonzero().flatten()))
-        runs, parts = (torch.cat(pieces) for pieces in zip(*found, strict=True))
+        pieces = self.pieces(self.stored.ranges)
+        found = [self._by_ranges(pieces)]
+        if not pieces.exact.all():
+            found.append(self.by_summaries((~pieces.exact).nonzero().flatten()))
+        runs, parts = (torch.cat(results) for results in zip(*found, strict=True))
         return _sorted(runs), _sorted(parts)
 
-    def _by_ranges(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def pieces(self, ranges: VisibleRanges) -> _Pieces:
+        """The key shard cut at blocks, at spans and where it skips stored tokens."""
+        cols, rows = self.cols, torch.arange(0, len(self.cols), self.block)
+        jumps = (cols.diff() != 1).nonzero().flatten() + 1
+        spans = torch.searchsorted(cols, ranges.borders)
+        start = torch.unique(torch.cat([rows, jumps, spans[spans < len(cols)]]))
+        stop = torch.cat([start[1:], start.new_full((min(len(cols), 1),), len(cols))])
+        first, last = ranges.keys(cols[start]), ranges.keys(cols[stop - 1])
+        block = start // self.block
+        exact = torch.ones(self.key_blocks, dtype=torch.bool)
+        exact[block[~(first.exact & last.exact)]] = False
+        return _Pieces(block, first.lo, last.lo, first.hi, last.hi, exact)
+
+    def _by_ranges(self, pieces: _Pieces) -> tuple[Tensor, Tensor]:
         """Key blocks whose keys all have a range of visible queries."""
-        keys = self.stored.keys
-        assert keys is not None
-        lo = torch.searchsorted(self.rows, keys.lo[self.cols])
-        hi = torch.searchsorted(self.rows, keys.hi[self.cols])
-        lo, hi = torch.where(lo < hi, lo, 0), torch.where(lo < hi, hi, 0)
+        bounds = torch.stack([pieces.lo_first, pieces.lo_last, pieces.hi_first, pieces.hi_last])
+        lo_first, lo_last, hi_first, hi_last = torch.searchsorted(self.rows, bounds)
         # Full: the query blocks inside every key's range. The last, ragged blocks are never full.
-        first = -(-self.fold(lo, 0).amax(1) // self.block)
-        last = self.fold(hi, len(self.rows)).amin(1) // self.block
+        nothing = torch.zeros(self.key_blocks, dtype=torch.int64)
+        highest = nothing.scatter_reduce(0, pieces.block, lo_last, "amax")
+        lowest = (nothing + len(self.rows)).scatter_reduce(0, pieces.block, hi_first, "amin")
         whole = (torch.arange(self.key_blocks) + 1) * self.block <= len(self.cols)
-        last = torch.where(whole, torch.maximum(first, last), first)
-        runs = torch.stack([blocks, first[blocks], (last - first)[blocks]], 1)
+        first = -(-highest // self.block)
+        last = torch.where(whole & pieces.exact, torch.maximum(first, lowest // self.block), first)
+        runs = torch.stack([torch.arange(self.key_blocks), first, last - first], 1)
         # Not empty: the union of the query blocks that the ranges touch.
-        touched = torch.stack([torch.arange(len(lo)) // self.block, lo // self.block, -(-hi // self.block)], 1)
-        chosen = torch.zeros(self.key_blocks, dtype=torch.bool)
-        chosen[blocks] = True
-        touched = _without_repeats(touched[(lo < hi) & chosen[touched[:, 0]]])
-        pairs = _expand(_merge(touched))
+        touched = torch.stack([pieces.block, lo_first // self.block, -(-hi_last // self.block)], 1)
+        pairs = _expand(_merge(touched[(lo_first < hi_last) & pieces.exact[pieces.block]]))
         partial = (pairs[:, 1] < first[pairs[:, 0]]) | (pairs[:, 1] >= last[pairs[:, 0]])
         return runs[runs[:, 2] > 0], pairs[partial]
 
@@ -192,17 +223,18 @@ class _Pairing:
         outer, inner = (parts[:, 0], parts[:, 1]) if transposed else (parts[:, 1], parts[:, 0])
         shards = (self.cols, self.rows) if transposed else (self.rows, self.cols)
         words = torch.zeros(len(parts), self.block, dtype=torch.int64)
-        known = self._bounds(transposed)
         open_tiles = torch.ones(len(parts), dtype=torch.bool)
-        if known is not None:
-            bounds, exact = known
-            tokens, real = self._gather(shards[0], outer)
-            open_tiles = ~(exact[tokens] | ~real).all(1)
+        if self.stored.ranges is not None and len(parts):
+            blocks, which = torch.unique(outer, return_inverse=True)
+            tokens, real = self._gather(shards[0], blocks)
+            bounds, exact = _bounds(self.stored.ranges, tokens, transposed)
+            open_tiles = ~(exact | ~real).all(1)[which]
             closed = (~open_tiles).nonzero().flatten()
+            bounds, real = bounds[which[closed]], real[which[closed]]
             columns, columns_real = self._gather(shards[1], inner[closed])
             columns = torch.where(columns_real, columns, torch.iinfo(torch.int64).max)
-            edges = torch.searchsorted(columns.contiguous(), bounds[tokens[closed]].flatten(1))
-            edges = edges.view(len(closed), self.block, bounds.shape[1]) * real[closed].unsqueeze(2)
+            edges = torch.searchsorted(columns.contiguous(), bounds.flatten(1))
+            edges = edges.view(bounds.shape) * real.unsqueeze(2)
             words[closed] = _pack_ranges(edges)
         left = open_tiles.nonzero().flatten()
         tiled = torch.zeros(len(parts), dtype=torch.bool)
@@ -221,19 +253,6 @@ class _Pairing:
         slots[~tiled], slots[tiled] = range_slot, ~bit_slot
         return slots, ranges.int(), tables.int()
 
-    def _bounds(self, transposed: bool) -> tuple[Tensor, Tensor] | None:
-        stored = self.stored
-        if transposed:
-            return (
-                None if stored.keys is None else (torch.stack([stored.keys.lo, stored.keys.hi], 1), stored.keys.exact)
-            )
-        return None if stored.queries is None else (stored.queries.bounds, stored.queries.exact)
-
-    def fold(self, values: Tensor, fill: int | bool) -> Tensor:
-        """Values per key row as [key blocks, block]."""
-        missing = self.key_blocks * self.block - len(values)
-        return torch.cat([values, values.new_full((missing,), fill)]).view(self.key_blocks, self.block)
-
     def _gather(self, shard: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Storage positions of the rows of some blocks of a shard, [blocks, block], and which of them exist."""
         local = blocks.unsqueeze(1) * self.block + torch.arange(self.block)
@@ -241,18 +260,20 @@ class _Pairing:
         return shard[local.clamp(max=len(shard) - 1)], real
 
 
+def _bounds(ranges: VisibleRanges, tokens: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """The visible ranges of stored keys (``transposed``) or queries, [..., 2 or 4], and whether they are exact."""
+    if transposed:
+        keys = ranges.keys(tokens)
+        return torch.stack([keys.lo, keys.hi], -1), keys.exact
+    queries = ranges.queries(tokens)
+    return queries.bounds, queries.exact
+
+
 def _sorted(rows: Tensor) -> Tensor:
     """Rows sorted by their first two columns."""
     if not len(rows):
         return rows
     return rows[torch.argsort(rows[:, 0] * (int(rows[:, 1].max()) + 1) + rows[:, 1])]
-
-
-def _without_repeats(rows: Tensor) -> Tensor:
-    """Rows that differ from the row before them (``torch.unique_consecutive`` over rows, ten times faster)."""
-    fresh = torch.ones(len(rows), dtype=torch.bool)
-    fresh[1:] = (rows[1:] != rows[:-1]).any(1)
-    return rows[fresh]
 
 
 def _merge(intervals: Tensor) -> Tensor:

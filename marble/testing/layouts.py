@@ -17,10 +17,9 @@ from marble.compose.schedule import Schedule
 from marble.layout import Layout, Mode, Span
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.modes import not_padding, packed_mask
-from marble.mask.ranges import visible_ranges
+from marble.mask.ranges import VisibleRanges
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
-from marble.mask.tracks import Tracks
 from marble.order.balanced_samples import balanced_samples
 from marble.order.contiguous import contiguous
 from marble.order.ptrr import ptrr
@@ -149,10 +148,9 @@ def stored_mask(
     A user's mask may also read a track ``shot``.
     """
     shot = torch.arange(storage.layout.tokens) // 3 % 5 - 1
-    tracks = Tracks.of(storage.layout, {"shot": shot}).take(storage.sequence)
     mask = and_masks(packed_mask(window) if user is None else mask_of(user), not_padding)
-    found = visible_ranges(storage, window) if ranges and user is None else (None, None)
-    return StoredMask(storage, mask, tracks, *found)
+    found = VisibleRanges(storage, window) if ranges and user is None else None
+    return StoredMask(storage, mask, found, {"shot": shot})
 
 
 def planned_storage(layout: Layout, window: int | None) -> Storage:

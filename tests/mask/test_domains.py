@@ -145,7 +145,7 @@ def test_python_logic_is_refused(mask):
     tracks = Tracks.of(LAYOUT)
     blocks = BlockSummaries.of(tracks, 4)
     everything = torch.arange(len(tracks))
-    stored = StoredMask(Storage.natural(LAYOUT), mask, tracks)
+    stored = StoredMask(Storage.natural(LAYOUT), mask)
     with pytest.raises(TypeError, match=r"& \| ~|compare tracks"):
         summarise(mask, blocks, blocks)
     with pytest.raises(TypeError, match=r"& \| ~|compare tracks"):

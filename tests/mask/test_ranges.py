@@ -1,5 +1,6 @@
 """Visible ranges: exact where they say so, never too small, and found wherever the planner's orders have them."""
 
+import itertools
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from marble.layout import Layout, Span
 from marble.mask.domains import dense
-from marble.mask.ranges import KeyRanges, QueryRanges, visible_ranges
+from marble.mask.ranges import KeyRanges, QueryRanges, VisibleRanges
 from marble.mask.storage import Storage
 from marble.order.set_apart import set_apart
 from marble.testing.layouts import planned_storage, random_layout, random_storage, random_window, stored_mask
@@ -18,10 +19,16 @@ from marble.testing.layouts import planned_storage, random_layout, random_storag
 rngs = st.builds(Random, st.integers(0, 2**32 - 1))
 
 
+def everywhere(storage: Storage, window: int | None = None) -> tuple[KeyRanges, QueryRanges]:
+    """The ranges of all stored tokens."""
+    ranges, tokens = VisibleRanges(storage, window), torch.arange(storage.layout.tokens)
+    return ranges.keys(tokens), ranges.queries(tokens)
+
+
 def look(storage: Storage, window: int | None = None) -> tuple[Tensor, KeyRanges, QueryRanges]:
     """The mask in storage order, and the ranges that claim to describe it."""
     mask = stored_mask(storage, window)
-    keys, queries = visible_ranges(storage, window)
+    keys, queries = everywhere(storage, window)
     return dense(mask.mask, mask.tracks, mask.tracks), keys, queries
 
 
@@ -56,6 +63,24 @@ def test_ranges_are_sound_in_any_storage_order(rng):
     storage = random_storage(rng, layout)
     note(f"{layout.to_json()}, window {window}, stored {storage.span_order.tolist()}, apart {storage.apart.tolist()}")
     check_sound(*look(storage, window))
+
+
+@settings(max_examples=150)
+@given(rng=rngs)
+def test_ranges_inside_a_span_are_known_by_their_ends(rng):
+    """What `VisibleRanges.borders` promises: ends never fall, rise by one at most, and exact ends mean exact keys."""
+    layout, window = random_layout(rng), random_window(rng)
+    storage = random_storage(rng, layout)
+    note(f"{layout.to_json()}, window {window}, stored {storage.span_order.tolist()}, apart {storage.apart.tolist()}")
+    keys, _ = everywhere(storage, window)
+    borders = [*VisibleRanges(storage, window).borders.tolist(), layout.tokens]
+    for first, last in itertools.pairwise(borders):
+        for side in (keys.lo, keys.hi):
+            steps = side[first:last].diff()
+            if keys.exact[first:last].any():
+                assert ((steps == 0) | (steps == 1)).all()
+        exact = keys.exact[first:last].nonzero().flatten()
+        assert len(exact) == 0 or len(exact) == int(exact[-1] - exact[0]) + 1
 
 
 @settings(max_examples=250)
@@ -158,7 +183,7 @@ def test_a_group_in_its_natural_order_is_reported():
 def test_ranges_of_a_small_pack_by_hand():
     """``text2 noise2 clean1``: stored as text, clean, noise; padding behind it sees nothing."""
     layout = Layout([[Span("causal", 2), Span("noise", 2), Span("full", 1)], [Span("pad", 2)]])
-    keys, queries = visible_ranges(set_apart(layout))
+    keys, queries = everywhere(set_apart(layout))
     assert torch.stack([keys.lo, keys.hi], 1).tolist() == [[0, 5], [1, 5], [2, 3], [3, 5], [3, 5], [0, 0], [0, 0]]
     assert queries.bounds.tolist() == [
         [0, 1, 0, 0],
