@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
 _PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "numpy")
 
 
@@ -51,14 +52,11 @@ def write(bench: str, rows: list[Row], folder: Path = RESULTS) -> Path:
         folder: where; by default the folder of committed results.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
-    )
     record = {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version()} | _versions(),
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", "-m", f"bench.{bench}", *sys.argv[1:]]),
         "rows": [asdict(row) for row in rows],
@@ -66,6 +64,17 @@ def write(bench: str, rows: list[Row], folder: Path = RESULTS) -> Path:
     path = folder / f"{bench}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def _commit() -> str | None:
+    """The commit that was measured, marked if code differs from it; None outside a checkout."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "marble", "kernels", "bench", ":!bench/results")
+    commit = git("describe", "--always")
+    return f"{commit}-changed" if commit and changed else commit or None
 
 
 def _versions() -> dict[str, str]:
