@@ -11,11 +11,11 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor
 
 import marble
 from bench.harness import Row, write
 from marble.compose.planner import Plan
+from marble.compose.schedules.fetch import Exchange
 from marble.workloads import WORKLOADS, build
 
 TOKENS = 1024 * 1024
@@ -34,16 +34,9 @@ def order_only(name: str, ranks: int, order: str, *, window_only: bool = False) 
 def fetched(plan: Plan, layer: int) -> list[int]:
     """Key rows that each rank fetches."""
     assert plan.masks is not None
-    shards = [plan.order.shard(rank) for rank in range(plan.world)]
-    rows = [0] * plan.world
-    for owner, shard in enumerate(shards):
-        seen = plan.masks[layer].seen(shards, shard, BLOCK)
-        sizes = Tensor.new_full(seen[0].long(), seen.shape[1:], BLOCK)
-        if len(sizes):
-            sizes[-1] = len(shard) - BLOCK * (len(sizes) - 1)
-        for rank, blocks in enumerate(seen):
-            rows[rank] += 0 if rank == owner else int(sizes[blocks].sum())
-    return rows
+    shards = tuple(plan.order.shard(rank) for rank in range(plan.world))
+    exchange = Exchange(shards, tuple(plan.masks[layer].seen(shards, shard, BLOCK) for shard in shards), BLOCK)
+    return [sum(exchange.rows(*pair) for pair in exchange.runs if pair[1] == rank) for rank in range(plan.world)]
 
 
 def window_bounds(plan: Plan, window: int) -> list[int]:

@@ -61,9 +61,7 @@ class StoredMask:
         pairing = _Pairing(self, rows, cols, block)
         runs, parts = pairing.classify()
         by_key = _by_outer(runs, parts, pairing.key_blocks, *pairing.predicates(parts, transposed=True))
-        runs, parts = _transpose(runs), parts.flip(1)
-        order = torch.argsort(parts[:, 0] * max(pairing.key_blocks, 1) + parts[:, 1])
-        parts = parts[order]
+        runs, parts = _transpose(runs), _sorted(parts.flip(1))
         by_query = _by_outer(runs, parts, pairing.query_blocks, *pairing.predicates(parts.flip(1), transposed=False))
         starts = torch.arange(pairing.key_blocks) * block
         touch = torch.full((pairing.query_blocks,), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8)

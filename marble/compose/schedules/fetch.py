@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from marble.compose.schedule import Add, Buffer, Call, Kind, Pass, Rows, Schedule, Step, Transfer
-from marble.compose.schedules.touches import flag_touches, whole_blocks
+from marble.compose.schedules.touches import flag_touches, stretches, whole_blocks
 from marble.kernels.contract import Tiles
 from marble.mask.join import Part, join_keys
 from marble.mask.tiles import StoredMask
@@ -38,18 +38,18 @@ def sparse_a2a(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads
     """
     shards = tuple(order.shard(other) for other in range(order.world))
     seen = tuple(mask.seen(shards, shard, block) for shard in shards)
-    return _schedule(_Exchange(shards, seen, block), mask, rank, heads, kv_heads, at_once=False)
+    return _schedule(Exchange(shards, seen, block), mask, rank, heads, kv_heads, at_once=False)
 
 
 def all_gather(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int, kv_heads: int) -> Schedule:
     """One rank's all-gather: every rank fetches every key and makes one call. Arguments as for `sparse_a2a`."""
     shards = tuple(order.shard(other) for other in range(order.world))
     seen = tuple(torch.ones(len(shards), -(-len(shard) // block), dtype=torch.bool) for shard in shards)
-    return _schedule(_Exchange(shards, seen, block), mask, rank, heads, kv_heads, at_once=True)
+    return _schedule(Exchange(shards, seen, block), mask, rank, heads, kv_heads, at_once=True)
 
 
 @dataclass(frozen=True, eq=False)
-class _Exchange:
+class Exchange:
     """Who fetches what, and where it lies. All ranks derive the same from the same order.
 
     Attributes:
@@ -67,21 +67,18 @@ class _Exchange:
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return len(self.shards)
 
     @cached_property
     def runs(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """For each pair (owner, reader) the row ranges of the owner's shard that the reader fetches."""
-        found = {}
-        for owner, seen in enumerate(self.seen):
-            for reader in range(self.world):
-                if reader == owner:
-                    continue
-                edges = torch.nn.functional.pad(seen[reader].to(torch.int8), (1, 1)).diff()
-                starts, stops = ((edges == sign).nonzero().flatten() * self.block for sign in (1, -1))
-                stops = stops.clamp(max=len(self.shards[owner]))
-                found[owner, reader] = list(zip(starts.tolist(), stops.tolist(), strict=True))
-        return found
+        return {
+            (owner, reader): stretches(seen[reader], self.block, len(self.shards[owner]))
+            for owner, seen in enumerate(self.seen)
+            for reader in range(self.world)
+            if reader != owner
+        }
 
     def rows(self, owner: int, reader: int) -> int:
         """How many of the owner's rows the reader fetches."""
@@ -138,9 +135,7 @@ class _Exchange:
         return [pair for pair in self.runs if rank in pair]
 
 
-def _schedule(
-    exchange: _Exchange, mask: StoredMask, rank: int, heads: int, kv_heads: int, *, at_once: bool
-) -> Schedule:
+def _schedule(exchange: Exchange, mask: StoredMask, rank: int, heads: int, kv_heads: int, *, at_once: bool) -> Schedule:
     """``at_once``: one call over local and fetched keys instead of one each."""
     shards, block = exchange.shards, exchange.block
     areas, home = exchange.areas(rank), exchange.home(rank)

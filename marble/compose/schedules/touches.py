@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from marble.compose.schedule import Rows
 from marble.kernels.contract import Tiles, Touch
@@ -14,6 +15,13 @@ from marble.kernels.contract import Tiles, Touch
 def whole_blocks(rows: int, block: int) -> int:
     """``rows`` rounded up to whole blocks, so that a ragged block never reads into what lies behind it."""
     return -(-rows // block) * block
+
+
+def stretches(chosen: Tensor, block: int, rows: int) -> list[tuple[int, int]]:
+    """The row ranges of neighbouring chosen blocks, bool [blocks], of a shard with ``rows`` rows."""
+    edges = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1)).diff()
+    starts, stops = ((edges == sign).nonzero().flatten() * block for sign in (1, -1))
+    return list(zip(starts.tolist(), stops.clamp(max=rows).tolist(), strict=True))
 
 
 def flag_touches(calls: Sequence[Tiles]) -> tuple[list[Tiles], list[bool], tuple[Rows, ...]]:
@@ -32,11 +40,7 @@ def flag_touches(calls: Sequence[Tiles]) -> tuple[list[Tiles], list[bool], tuple
     flags = (first * int(Touch.FIRST) + last * int(Touch.LAST)).to(torch.uint8)
     carries = (busy & ~(first & last)).any(1).tolist()
     block, rows = calls[0].block, calls[0].query_rows
-    edges = torch.nn.functional.pad((~busy.any(0)).to(torch.int8), (1, 1)).diff()
-    starts, stops = ((edges == sign).nonzero().flatten() * block for sign in (1, -1))
     untouched = tuple(
-        Rows(buffer, start, stop)
-        for start, stop in zip(starts.tolist(), stops.clamp(max=rows).tolist(), strict=True)
-        for buffer in ("out", "lse")
+        Rows(buffer, start, stop) for start, stop in stretches(~busy.any(0), block, rows) for buffer in ("out", "lse")
     )
     return [replace(call, touch=flag) for call, flag in zip(calls, flags, strict=True)], carries, untouched
