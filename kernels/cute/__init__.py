@@ -1,0 +1,1 @@
+"""Hopper kernels in CuTe DSL."""

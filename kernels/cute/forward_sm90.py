@@ -1,0 +1,588 @@
+"""Attention forward for Hopper (SM90): masks as data, softmax state carried between calls.
+
+One thread block stays on each multiprocessor and works through the query blocks that it is dealt. A warp of the first
+warpgroup loads; two warpgroups compute 64 query rows each. Shared-memory stages of keys carry the predicate words of
+partial tiles beside them, so the computing warps never look anything up.
+
+Sources: FlashAttention-3 (Shah et al., 2024) for the overlap of softmax and matrix products inside and between
+warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Built on the helpers of flash-attn-4 and
+quack.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
+from cutlass.cutlass_dsl import min as dsl_min
+from cutlass.utils import LayoutEnum
+from flash_attn.cute import pipeline as fa_pipeline
+from flash_attn.cute import utils as fa_utils
+from quack import copy_utils, layout_utils, sm90_utils
+from quack.compile_utils import make_fake_stream, make_fake_tensor
+from torch import Tensor
+
+from marble.kernels.contract import State, Touch
+from marble.kernels.cute import masking
+from marble.kernels.cute.deal import Deal
+from marble.kernels.cute.ordering import afresh, complete
+from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
+from marble.kernels.cute.worklist import BLOCK, WorkList
+
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Tile and register choices.
+
+    Attributes:
+        head_dim: 64 or 128.
+        stages: key and value tiles in flight.
+        load_registers: of each thread of the loading warpgroup.
+        math_registers: of each thread of the computing warpgroups.
+    """
+
+    head_dim: int
+    stages: int
+    load_registers: int = 24
+    math_registers: int = 240
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in (64, 128):
+            raise ValueError(f"head_dim: the Hopper kernels compute 64 and 128, got {self.head_dim}")
+        if self.load_registers + 2 * self.math_registers > 512:
+            raise ValueError("registers: a multiprocessor has 64 Ki, 512 for three threads of the warpgroups")
+
+
+CONFIGS = {64: ForwardConfig(64, stages=4), 128: ForwardConfig(128, stages=2)}
+
+
+class Lists(NamedTuple):
+    """`WorkList` on the device."""
+
+    items: cute.Tensor
+    parts: cute.Tensor
+    runs: cute.Tensor
+    inner: cute.Tensor
+    ranges: cute.Tensor
+    bits: cute.Tensor
+
+
+class Carried(NamedTuple):
+    """`State` on the device; tensors without rows in a call whose touches are all first and last."""
+
+    acc: cute.Tensor
+    m: cute.Tensor
+    l: cute.Tensor  # noqa: E741
+
+
+class Shared(NamedTuple):
+    """Views of shared memory. ``kind`` and ``words`` hold the predicate of the key tile of the same stage."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    out: cute.Tensor
+    kind: cute.Tensor
+    words: cute.Tensor
+
+
+class Pipes(NamedTuple):
+    """Who waits for what.
+
+    ``q``, ``k``, ``v``: the loading warp waits until all eight computing warps have released a stage, then fills it;
+    they wait until its bytes have arrived. A key stage is released when its scores are complete *and* its predicate
+    has been read; a query tile when the last scores of its work item are complete.
+    """
+
+    q: fa_pipeline.PipelineTmaAsync
+    k: fa_pipeline.PipelineTmaAsync
+    v: fa_pipeline.PipelineTmaAsync
+
+
+class ForwardSm90:
+    """The kernel for one element type and head dimension; everything else is decided at run time."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], config: ForwardConfig) -> None:
+        self.dtype, self.config, self.head_dim = dtype, config, config.head_dim
+        self.threads = 3 * WARPGROUP
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        carried: Carried,
+        lists: Lists,
+        scale: Float32,
+        ctas: Int32,
+        stream=None,
+    ):
+        """Launch. Shapes as in `marble.kernels.contract.Backend.forward`.
+
+        Args:
+            scale: softmax scale.
+            ctas: thread blocks, at most one per multiprocessor.
+        """
+        tile = (BLOCK, self.head_dim)
+        stages = self.config.stages
+        layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile)
+        layout_kv = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile, stages)
+        # [rows, heads, d] → [rows, d, heads]
+        mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        stage = cute.select(layout_kv, mode=[0, 1])
+        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, tile)
+        atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, tile)
+        atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, tile)
+        mma_qk = sm90_utils.make_tiled_mma(self.dtype, "K", "K", BLOCK, "RS", atom_layout_mnk=(2, 1, 1))
+        mma_pv = sm90_utils.make_tiled_mma(self.dtype, "K", "MN", self.head_dim, "RS", atom_layout_mnk=(2, 1, 1))
+        deal = Deal(lists.items.shape[0], mQ.shape[2], mK.shape[2], ctas)
+
+        tile_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
+        kv_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_kv)], 1024]
+
+        @cute.struct
+        class Storage:
+            q_bars: cute.struct.MemRange[Int64, 2]
+            k_bars: cute.struct.MemRange[Int64, 2 * stages]
+            v_bars: cute.struct.MemRange[Int64, 2 * stages]
+            kind: cute.struct.MemRange[Int32, stages]
+            words: cute.struct.Align[cute.struct.MemRange[Int32, masking.WORDS * stages], 128]
+            q: tile_struct
+            out: tile_struct
+            k: kv_struct
+            v: kv_struct
+
+        self.kernel(
+            (tma_q, tma_k, tma_v),
+            (atom_q, atom_k, atom_v),
+            mO,
+            mLSE,
+            carried,
+            lists,
+            scale,
+            deal,
+            (layout_q, layout_kv),
+            (mma_qk, mma_pv),
+            Storage,
+        ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(self, tmas, atoms, mO, mLSE, carried, lists, scale, deal, layouts, mmas, Storage: cutlass.Constexpr):
+        layout_q, layout_kv = layouts
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        shared = Shared(
+            storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            storage.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
+            storage.v.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
+            storage.out.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            storage.kind.get_tensor(cute.make_layout(self.config.stages)),
+            storage.words.get_tensor(cute.make_layout((masking.WORDS, self.config.stages))),
+        )
+        producer = pipeline.CooperativeGroup(pipeline.Agent.Thread, 1)
+        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 2 * WARPGROUP // cute.arch.WARP_SIZE)
+        tile_bytes = cute.size_in_bytes(self.dtype, layout_q)
+        pipe = partial(
+            fa_pipeline.PipelineTmaAsync.create,
+            producer_group=producer,
+            consumer_group=consumers,
+            tx_count=tile_bytes,
+            defer_sync=True,
+        )
+        pipes = Pipes(
+            pipe(barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
+            pipe(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.stages),
+            pipe(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.stages),
+        )
+        pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        pipeline_init_wait(cluster_shape_mn=(1, 1))
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.config.load_registers)
+            if warp == 0:
+                self.load(tmas, atoms, shared, pipes, lists, deal, tile_bytes)
+        else:
+            cute.arch.setmaxregister_increase(self.config.math_registers)
+            self.compute(mmas, shared, pipes, mO, mLSE, carried, lists.items, scale, deal)
+
+    # The loading warp
+
+    @cute.jit
+    def load(self, tmas, atoms, shared, pipes, lists, deal, tile_bytes: cutlass.Constexpr):
+        """Per work item: its query tile, then for each key tile its keys, one tile ahead of its values."""
+        lane = cute.arch.lane_idx()
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        turn = Int32(0)
+        work = deal.at(turn)
+        while work < deal.total():
+            index, head = deal.locate(work)
+            tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, deal.kv_head(head)] for t in tmas[1:])
+            row = lists.items[index, 0]
+            first_part, parts, first_run, runs = (lists.items[index, c] for c in range(2, 6))
+            load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
+            load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
+
+            pipes.q.producer_acquire(q_state)
+            q_fn, _, _ = copy_utils.tma_get_copy_fn(
+                atoms[0], 0, cute.make_layout(1), self.tile_at(tma_q, row), shared.q, single_stage=True
+            )
+            q_fn(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+            q_state.advance()
+
+            previous = Int32(-1)
+            # Block numbers are fetched for 32 tiles at once, one per lane.
+            mine_row, mine_slot = Int32(0), Int32(0)
+            for i in cutlass.range(parts, unroll=1):
+                if i % 32 == 0 and i + lane < parts:
+                    mine_row = lists.inner[lists.parts[first_part + i + lane, 0], 0]
+                    mine_slot = lists.parts[first_part + i + lane, 1]
+                key_row = cute.arch.shuffle_sync(mine_row, i % 32)
+                slot = cute.arch.shuffle_sync(mine_slot, i % 32)
+                self.load_masked_keys(load_k, shared, pipes.k, lists, slot, key_row, k_state, tile_bytes)
+                k_state.advance()
+                if previous >= 0:
+                    pipes.v.producer_acquire(v_state)
+                    load_v(previous, v_state)
+                    v_state.advance()
+                previous = key_row
+            for r in cutlass.range(runs, unroll=1):
+                first, blocks = lists.runs[first_run + r, 0], lists.runs[first_run + r, 1]
+                for i in cutlass.range(blocks, unroll=1):
+                    if i % 32 == 0 and i + lane < blocks:
+                        mine_row = lists.inner[first + i + lane, 0]
+                    key_row = cute.arch.shuffle_sync(mine_row, i % 32)
+                    pipes.k.producer_acquire(k_state)
+                    load_k(key_row, k_state)
+                    k_state.advance()
+                    if previous >= 0:
+                        pipes.v.producer_acquire(v_state)
+                        load_v(previous, v_state)
+                        v_state.advance()
+                    previous = key_row
+            pipes.v.producer_acquire(v_state)
+            load_v(previous, v_state)
+            v_state.advance()
+            turn += 1
+            work = deal.at(turn)
+        # A thread block must not end before the last arrivals at its barriers.
+        for _ in cutlass.range_constexpr(self.config.stages):
+            pipes.v.sync_object_empty.wait(v_state.index, v_state.phase)
+            v_state.advance()
+
+    @cute.jit
+    def load_masked_keys(self, load_k, shared, pipe, lists, slot, key_row, state, tile_bytes: cutlass.Constexpr):
+        """A key tile with the predicate of its partial tile. The kind is written before the arrival that the
+        computing warps wait for."""
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        kind = masking.RANGES if slot >= 0 else masking.BITS
+        with cute.arch.elect_one():
+            shared.kind[state.index] = kind
+        extra = masking.RANGE_BYTES if slot >= 0 else masking.BIT_BYTES
+        pipe.sync_object_full.arrive_and_expect_tx(state.index, tile_bytes + extra)
+        load_k(key_row, state)
+        barrier = pipe.producer_get_barrier(state)
+        masking.load_words(lists.ranges, lists.bits, slot, shared.words[None, state.index], barrier)
+
+    @cute.jit
+    def load_tile(self, atom, tma, smem, pipe, row, state):
+        """Start the load of 128 rows from ``row`` into a stage."""
+        s, g = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(smem, 0, 2),
+            cute.group_modes(self.tile_at(tma, row), 0, 2),
+        )
+        cute.copy(atom, g, s[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    def tile_at(self, tensor, row):
+        """[128, d] from ``row`` of [rows, d]."""
+        return cute.local_tile(cute.domain_offset((row, 0), tensor), (BLOCK, self.head_dim), (0, 0))
+
+    # The computing warpgroups
+
+    @cute.jit
+    def compute(self, mmas, shared, pipes, mO, mLSE, carried, items, scale, deal):
+        """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
+        values of an item are weighed, the first scores of the next are computed."""
+        mma_qk, mma_pv = mmas
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        first_threads = cute.make_layout(2, stride=WARPGROUP)
+        wg_qk, wg_pv = (mma.get_slice(first_threads(group)) for mma in mmas)
+        tile = (BLOCK, BLOCK, self.head_dim)
+        _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(wg_qk, tile, None, shared.k)
+        acc_O, fragment_p, fragment_v = sm90_utils.partition_fragment_ABC(
+            wg_pv, (BLOCK, self.head_dim, BLOCK), None, layout_utils.transpose_view(shared.v)
+        )
+        softmax = OnlineSoftmax.create(scale)
+        math = SimpleNamespace(
+            softmax=softmax,
+            norm=cute.make_rmem_tensor(2, Float32),
+            acc_O=acc_O,
+            fragment_q=fragment_q,
+            fragment_p=fragment_p,
+            q_copy=cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), mma_qk),
+            mma_pv=mma_pv,
+            shared=shared,
+            pipes=pipes,
+            thread=thread,
+        )
+        scores = partial(sm90_utils.gemm_zero_init, mma_qk, (BLOCK, BLOCK), fragment_q, fragment_k)
+        weigh = partial(sm90_utils.gemm_w_idx, mma_pv, acc_O, fragment_p, fragment_v, zero_init=False)
+        step = partial(self.step, scores, weigh, math)
+
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
+        turn = Int32(0)
+        work = deal.at(turn)
+        parts, full = self.tiles_of(items, work, deal)
+        self.take_statistics(math, carried, self.rows_of(items, work, deal))
+        q_state = self.take_query(math, q_state)
+        pipes.k.consumer_wait(kv_state)
+        acc_S = scores(B_idx=kv_state.index, wg_wait=0)
+        if parts > 0:
+            masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
+        pipes.k.consumer_release(kv_state)
+        softmax.advance(acc_S)
+        fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
+        self.take_accumulator(math, carried, self.rows_of(items, work, deal))
+        while work < deal.total():
+            for _ in cutlass.range(parts - 1, unroll=1):
+                kv_state = step(kv_state, masked=True)
+            for _ in cutlass.range(full - (1 if parts == 0 else 0), unroll=1):
+                kv_state = step(kv_state, masked=False)
+
+            turn += 1
+            following = deal.at(turn)
+            values = kv_state.clone()
+            kv_state.advance()
+            if following < deal.total():
+                parts, full = self.tiles_of(items, following, deal)
+                q_state = self.take_query(math, q_state)
+                pipes.k.consumer_wait(kv_state)
+                acc_S = scores(B_idx=kv_state.index, wg_wait=-1)
+                pipes.v.consumer_wait(values)
+                weigh(B_idx=values.index, wg_wait=-1)
+                old = self.rows_of(items, work, deal)
+                self.leave_statistics(math, carried, mLSE, old)
+                self.take_statistics(math, carried, self.rows_of(items, following, deal))
+                warpgroup.wait_group(1)
+                if parts > 0:
+                    masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
+                pipes.k.consumer_release(kv_state)
+                softmax.advance(acc_S, chains=2)
+                warpgroup.wait_group(0)
+                pipes.v.consumer_release(values)
+                fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
+                self.leave_accumulator(math, carried, mO, self.rows_of(items, work, deal))
+                self.take_accumulator(math, carried, self.rows_of(items, following, deal))
+            else:
+                rows = self.rows_of(items, work, deal)
+                self.leave_statistics(math, carried, mLSE, rows)
+                pipes.v.consumer_wait(values)
+                weigh(B_idx=values.index, wg_wait=0)
+                pipes.v.consumer_release(values)
+                self.leave_accumulator(math, carried, mO, rows)
+            work = following
+
+    @cute.jit
+    def tiles_of(self, items, work, deal):
+        """Partial and full tiles of a pair."""
+        item, _ = deal.locate(work)
+        return items[item, 3], items[item, 6]
+
+    @cute.jit
+    def rows_of(self, items, work, deal):
+        """Query head, first row, rows and touch of a pair."""
+        item, head = deal.locate(work)
+        return head, items[item, 0], items[item, 1], items[item, 7]
+
+    @cute.jit
+    def step(self, scores, weigh, math, state, masked: cutlass.Constexpr):
+        """Scores and softmax of the next tile while the values of this one are weighed."""
+        pipes, shared = math.pipes, math.shared
+        values = state.clone()
+        state.advance()
+        pipes.k.consumer_wait(state, pipes.k.consumer_try_wait(state))
+        acc_S = scores(B_idx=state.index, wg_wait=-1)
+        pipes.v.consumer_wait(values, pipes.v.consumer_try_wait(values))
+        weigh(B_idx=values.index, wg_wait=-1)
+        if const_expr(masked):
+            words = masking.read_words(shared.kind, shared.words, state.index, math.thread)
+        warpgroup.wait_group(1)
+        pipes.k.consumer_release(state)
+        if const_expr(masked):
+            masking.apply(acc_S, words)
+        rescale = math.softmax.advance(acc_S)
+        complete(math.softmax.l[0] + math.softmax.l[1])
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(values)
+        fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), math.fragment_p)
+        math.softmax.rescale(math.acc_O, rescale)
+        return state
+
+    @cute.jit
+    def take_query(self, math, state):
+        """The query tile, from shared memory to registers: its stage is free for the next item at once."""
+        math.pipes.q.consumer_wait(state)
+        copy = math.q_copy
+        cute.copy(copy, copy.get_slice(afresh(math.thread)).partition_S(math.shared.q), copy.retile(math.fragment_q))
+        cute.arch.sync_warp()
+        math.pipes.q.consumer_release(state)
+        state.advance()
+        return state
+
+    @cute.jit
+    def take_statistics(self, math, carried, where):
+        """Begin with m and ℓ of the rows, or as rows that have seen nothing."""
+        head, row, rows, touch = where
+        math.softmax.reset()
+        if touch & int(Touch.FIRST) == 0:
+            thread = afresh(math.thread)
+            m, l = math.softmax.m, math.softmax.l  # noqa: E741
+            for r in cutlass.range_constexpr(2):
+                local = masking.row_of(thread) + 8 * r
+                if local < rows:
+                    m[r] = carried.m[head, row + local]
+                    # Every lane of a quad adds to the row sum until they are reduced: one of them resumes it.
+                    if thread % 4 == 0:
+                        l[r] = carried.l[head, row + local]
+
+    @cute.jit
+    def take_accumulator(self, math, carried, where):
+        """Begin with the accumulator of the rows, rescaled as the first tile asks for, or with 0."""
+        head, row, rows, touch = where
+        math.acc_O.fill(0.0)
+        if touch & int(Touch.FIRST) == 0:
+            thread = afresh(math.thread)
+            gmem = self.own_elements(carried.acc[head, None, None], row, math.mma_pv, thread)
+            pair = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
+            for r in cutlass.range_constexpr(2):
+                if masking.row_of(thread) + 8 * r < rows:
+                    cute.copy(pair, gmem[(None, r, None), 0, 0], math.acc_O[(None, r, None), 0, 0])
+            scale_rows(math.acc_O, math.softmax.decay)
+
+    @cute.jit
+    def leave_statistics(self, math, carried, mLSE, where):
+        """Write the log-sum-exp and keep what the output is to be multiplied by, or write m and ℓ. The last values
+        may still be being weighed."""
+        head, row, rows, touch = where
+        softmax, thread = math.softmax, afresh(math.thread)
+        softmax.reduce()
+        last = touch & int(Touch.LAST) != 0
+        if last:
+            softmax.finish(math.norm)
+        if thread % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                local = masking.row_of(thread) + 8 * r
+                if local < rows:
+                    if last:
+                        mLSE[head, row + local] = softmax.l[r]
+                    else:
+                        carried.m[head, row + local] = softmax.m[r]
+                        carried.l[head, row + local] = softmax.l[r]
+
+    @cute.jit
+    def leave_accumulator(self, math, carried, mO, where):
+        """Write the output, or the accumulator as it is. A thread owns two rows of it, and in each of them pairs of
+        neighbouring columns."""
+        head, row, rows, touch = where
+        if touch & int(Touch.LAST) != 0:
+            scale_rows(math.acc_O, math.norm)
+            self.write_output(math, mO[None, None, head], row, rows)
+        else:
+            thread = afresh(math.thread)
+            gmem = self.own_elements(carried.acc[head, None, None], row, math.mma_pv, thread)
+            pair = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
+            for r in cutlass.range_constexpr(2):
+                if masking.row_of(thread) + 8 * r < rows:
+                    cute.copy(pair, math.acc_O[(None, r, None), 0, 0], gmem[(None, r, None), 0, 0])
+
+    @cute.jit
+    def write_output(self, math, mO, row, rows):
+        """Each warp passes its own 16 rows through shared memory, so that they leave in 16-byte pieces."""
+        thread, smem = afresh(math.thread), math.shared.out
+        rounded = cute.make_rmem_tensor_like(math.acc_O, self.dtype)
+        fa_utils.cvt_f16(math.acc_O, rounded)
+        atom = fa_utils.get_smem_store_atom(90, self.dtype)
+        store = cute.make_tiled_copy_C(atom, math.mma_pv).get_slice(thread)
+        # The reads of the work item before must be over in every lane.
+        cute.arch.sync_warp()
+        cute.copy(atom, store.retile(rounded), store.partition_D(smem))
+        cute.arch.sync_warp()
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        copy = copy_utils.tiled_copy_2d(self.dtype, self.head_dim // 8, 32, 8).get_slice(lane)
+        strip = (16, self.head_dim)
+        source = copy.partition_S(cute.local_tile(smem, strip, (warp, 0)))
+        target = copy.partition_D(cute.local_tile(self.tile_at(mO, row), strip, (warp, 0)))
+        where = copy.partition_S(cute.local_tile(cute.make_identity_tensor((BLOCK, self.head_dim)), strip, (warp, 0)))
+        pieces = cute.make_rmem_tensor_like(source)
+        cute.autovec_copy(source, pieces)
+        for i in cutlass.range_constexpr(cute.size(pieces, mode=[1])):
+            if where[0, i, 0][0] < rows:
+                cute.copy(copy, pieces[None, i, None], target[None, i, None])
+
+    def own_elements(self, tensor, row, mma_pv, thread):
+        """This thread's elements of 128 rows of [rows, d]: ((pair, row, column group), 1, 1)."""
+        return mma_pv.get_slice(thread).partition_C(self.tile_at(tensor, row))
+
+
+@lru_cache
+def compiled(dtype: torch.dtype, head_dim: int):
+    """The compiled kernel, for tensors of any size and stride."""
+    element = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
+    sym = cute.sym_int
+    tokens = [make_fake_tensor(element, (sym(), sym(), head_dim), 8) for _ in range(4)]
+    heads = sym()
+    statistics = [make_fake_tensor(Float32, (heads, sym()), 1) for _ in range(3)]
+    acc = make_fake_tensor(Float32, (sym(), sym(), head_dim), 4)
+    tables = [(8,), (2,), (2,), (2,), (128,), (128, 4)]
+    lists = Lists(*(make_fake_tensor(Int32, (sym(), *shape), 1 if shape == (2,) else 4) for shape in tables))
+    return cute.compile(
+        ForwardSm90(element, CONFIGS[head_dim]),
+        *tokens,
+        statistics[0],
+        Carried(acc, *statistics[1:]),
+        lists,
+        Float32(1),
+        Int32(1),
+        make_fake_stream(),
+        options="--enable-tvm-ffi",
+    )
+
+
+
+def launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: State, lists: WorkList, scale: float, sms: int
+) -> None:
+    """Run the kernel on the current stream. Shapes as in `marble.kernels.contract.Backend.forward`."""
+    compiled(q.dtype, q.shape[2])(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        (state.acc, state.m, state.l),
+        (lists.items, lists.parts, lists.runs, lists.inner, lists.ranges, lists.bits),
+        scale,
+        min(sms, len(lists.items) * q.shape[1]),
+    )
