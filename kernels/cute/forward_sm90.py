@@ -20,7 +20,6 @@ import torch
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
-from cutlass.cutlass_dsl import min as dsl_min
 from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline as fa_pipeline
 from flash_attn.cute import utils as fa_utils
@@ -35,6 +34,7 @@ from marble.kernels.cute.ordering import afresh, complete
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.worklist import BLOCK, WorkList
 
+TURNS = False
 WARPGROUP = 128
 """Threads of a warpgroup."""
 
@@ -352,57 +352,36 @@ class ForwardSm90:
 
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
+        if thread < WARPGROUP:
+            self.let_go(thread)
         turn = Int32(0)
         work = deal.at(turn)
-        parts, full = self.tiles_of(items, work, deal)
-        self.take_statistics(math, carried, self.rows_of(items, work, deal))
-        q_state = self.take_query(math, q_state)
-        pipes.k.consumer_wait(kv_state)
-        acc_S = scores(B_idx=kv_state.index, wg_wait=0)
-        if parts > 0:
-            masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
-        pipes.k.consumer_release(kv_state)
-        softmax.advance(acc_S)
-        fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
-        self.take_accumulator(math, carried, self.rows_of(items, work, deal))
         while work < deal.total():
+            where = self.rows_of(items, work, deal)
+            parts, full = self.tiles_of(items, work, deal)
+            self.take_state(math, carried, where)
+            q_state = self.take_query(math, q_state)
+            pipes.k.consumer_wait(kv_state)
+            acc_S = scores(B_idx=kv_state.index, wg_wait=0)
+            if parts > 0:
+                masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
+            pipes.k.consumer_release(kv_state)
+            softmax.advance(acc_S)
+            fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
+            scale_rows(acc_O, softmax.decay)
             for _ in cutlass.range(parts - 1, unroll=1):
                 kv_state = step(kv_state, masked=True)
             for _ in cutlass.range(full - (1 if parts == 0 else 0), unroll=1):
                 kv_state = step(kv_state, masked=False)
-
-            turn += 1
-            following = deal.at(turn)
-            values = kv_state.clone()
+            pipes.v.consumer_wait(kv_state)
+            weigh(B_idx=kv_state.index, wg_wait=-1)
+            self.leave_statistics(math, carried, mLSE, where)
+            warpgroup.wait_group(0)
+            pipes.v.consumer_release(kv_state)
             kv_state.advance()
-            if following < deal.total():
-                parts, full = self.tiles_of(items, following, deal)
-                q_state = self.take_query(math, q_state)
-                pipes.k.consumer_wait(kv_state)
-                acc_S = scores(B_idx=kv_state.index, wg_wait=-1)
-                pipes.v.consumer_wait(values)
-                weigh(B_idx=values.index, wg_wait=-1)
-                old = self.rows_of(items, work, deal)
-                self.leave_statistics(math, carried, mLSE, old)
-                self.take_statistics(math, carried, self.rows_of(items, following, deal))
-                warpgroup.wait_group(1)
-                if parts > 0:
-                    masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
-                pipes.k.consumer_release(kv_state)
-                softmax.advance(acc_S, chains=2)
-                warpgroup.wait_group(0)
-                pipes.v.consumer_release(values)
-                fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
-                self.leave_accumulator(math, carried, mO, self.rows_of(items, work, deal))
-                self.take_accumulator(math, carried, self.rows_of(items, following, deal))
-            else:
-                rows = self.rows_of(items, work, deal)
-                self.leave_statistics(math, carried, mLSE, rows)
-                pipes.v.consumer_wait(values)
-                weigh(B_idx=values.index, wg_wait=0)
-                pipes.v.consumer_release(values)
-                self.leave_accumulator(math, carried, mO, rows)
-            work = following
+            self.leave_accumulator(math, carried, mO, where)
+            turn += 1
+            work = deal.at(turn)
 
     @cute.jit
     def tiles_of(self, items, work, deal):
@@ -423,9 +402,11 @@ class ForwardSm90:
         values = state.clone()
         state.advance()
         pipes.k.consumer_wait(state, pipes.k.consumer_try_wait(state))
+        self.wait_turn(math.thread)
         acc_S = scores(B_idx=state.index, wg_wait=-1)
         pipes.v.consumer_wait(values, pipes.v.consumer_try_wait(values))
         weigh(B_idx=values.index, wg_wait=-1)
+        self.let_go(math.thread)
         if const_expr(masked):
             words = masking.read_words(shared.kind, shared.words, state.index, math.thread)
         warpgroup.wait_group(1)
@@ -440,6 +421,16 @@ class ForwardSm90:
         math.softmax.rescale(math.acc_O, rescale)
         return state
 
+    def wait_turn(self, thread):
+        if const_expr(TURNS):
+            group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=2 * WARPGROUP)
+
+    def let_go(self, thread):
+        if const_expr(TURNS):
+            group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+            cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=2 * WARPGROUP)
+
     @cute.jit
     def take_query(self, math, state):
         """The query tile, from shared memory to registers: its stage is free for the next item at once."""
@@ -452,13 +443,16 @@ class ForwardSm90:
         return state
 
     @cute.jit
-    def take_statistics(self, math, carried, where):
-        """Begin with m and ℓ of the rows, or as rows that have seen nothing."""
+    def take_state(self, math, carried, where):
+        """Begin with the state of the rows, or as rows that have seen nothing."""
         head, row, rows, touch = where
         math.softmax.reset()
+        math.acc_O.fill(0.0)
         if touch & int(Touch.FIRST) == 0:
             thread = afresh(math.thread)
             m, l = math.softmax.m, math.softmax.l  # noqa: E741
+            gmem = self.own_elements(carried.acc[head, None, None], row, math.mma_pv, thread)
+            pair = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
             for r in cutlass.range_constexpr(2):
                 local = masking.row_of(thread) + 8 * r
                 if local < rows:
@@ -466,20 +460,7 @@ class ForwardSm90:
                     # Every lane of a quad adds to the row sum until they are reduced: one of them resumes it.
                     if thread % 4 == 0:
                         l[r] = carried.l[head, row + local]
-
-    @cute.jit
-    def take_accumulator(self, math, carried, where):
-        """Begin with the accumulator of the rows, rescaled as the first tile asks for, or with 0."""
-        head, row, rows, touch = where
-        math.acc_O.fill(0.0)
-        if touch & int(Touch.FIRST) == 0:
-            thread = afresh(math.thread)
-            gmem = self.own_elements(carried.acc[head, None, None], row, math.mma_pv, thread)
-            pair = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
-            for r in cutlass.range_constexpr(2):
-                if masking.row_of(thread) + 8 * r < rows:
                     cute.copy(pair, gmem[(None, r, None), 0, 0], math.acc_O[(None, r, None), 0, 0])
-            scale_rows(math.acc_O, math.softmax.decay)
 
     @cute.jit
     def leave_statistics(self, math, carried, mLSE, where):
@@ -568,7 +549,6 @@ def compiled(dtype: torch.dtype, head_dim: int):
         make_fake_stream(),
         options="--enable-tvm-ffi",
     )
-
 
 
 def launch(

@@ -17,6 +17,7 @@ from flash_attn.cute import utils as fa_utils
 from quack import layout_utils
 from quack.cute_dsl_utils import ParamsBase
 
+STYLE = "always"
 LAG = 0.0
 """Largest exponent of 2 that a weight may reach before the reference follows the scores."""
 
@@ -46,6 +47,7 @@ class OnlineSoftmax(ParamsBase):
         """Rows that have seen nothing."""
         self.m.fill(-Float32.inf)
         self.l.fill(0.0)
+        self.decay.fill(1.0)
 
     @cute.jit
     def advance(self, scores: cute.Tensor, chains: cutlass.Constexpr[int] = 4) -> Boolean:
@@ -76,17 +78,27 @@ class OnlineSoftmax(ParamsBase):
         for distance in cutlass.range_constexpr(1, 3):
             for r in cutlass.range_constexpr(2):
                 top[r] = fa_utils.fmax(top[r], cute.arch.shuffle_sync_bfly(top[r], distance))
-        leads = Boolean(False)
-        for r in cutlass.range_constexpr(2):
-            # False for −inf over −inf; true for the first finite score.
-            leads |= (top[r] - m[r]) * scale > LAG
-        rescale = cute.arch.vote_any_sync(leads)
-        if rescale:
+        if const_expr(STYLE == "branch"):
+            leads = Boolean(False)
+            for r in cutlass.range_constexpr(2):
+                # False for −inf over −inf; true for the first finite score.
+                leads |= (top[r] - m[r]) * scale > LAG
+            rescale = cute.arch.vote_any_sync(leads)
+            if rescale:
+                for r in cutlass.range_constexpr(2):
+                    lead = fa_utils.fmax(m[r], top[r])
+                    decay[r] = cute.math.exp2((m[r] - finite(lead)) * scale, fastmath=True)
+                    l[r] *= decay[r]
+                    m[r] = lead
+        else:
+            leads = Boolean(False)
             for r in cutlass.range_constexpr(2):
                 lead = fa_utils.fmax(m[r], top[r])
+                leads |= lead > m[r]
                 decay[r] = cute.math.exp2((m[r] - finite(lead)) * scale, fastmath=True)
                 l[r] *= decay[r]
                 m[r] = lead
+            rescale = cute.arch.vote_any_sync(leads) if const_expr(STYLE == "hybrid") else Boolean(True)
         reference = [finite(m[r]) * scale for r in range(2)]
         sums = cute.make_rmem_tensor((2, chains), Float32)
         for c in cutlass.range_constexpr(columns):
@@ -105,8 +117,11 @@ class OnlineSoftmax(ParamsBase):
     @cute.jit
     def rescale(self, accumulator: cute.Tensor, needed: Boolean) -> None:
         """Multiply the accumulator's rows by their decay, if ``needed``."""
-        if needed:
+        if const_expr(STYLE == "always"):
             scale_rows(accumulator, self.decay)
+        else:
+            if needed:
+                scale_rows(accumulator, self.decay)
 
     @cute.jit
     def reduce(self) -> None:

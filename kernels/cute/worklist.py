@@ -28,9 +28,8 @@ class WorkList:
     Attributes:
         items: int32 [items, 8], an outer block with tiles each: first outer row, outer rows, first partial tile,
             partial tiles, first run, runs, full tiles (of all its runs), touch. Most tiles first.
-        parts: int32 [partial tiles, 2], (inner block, slot) as in `TileList.parts`.
-        runs: int32 [runs, 2], (first inner block, blocks) as in `TileList.runs`.
-        inner: int32 [inner blocks, 2], first row and rows of each inner block.
+        parts: int32 [partial tiles, 4], (first inner row, slot as in `TileList.parts`, inner rows, 0).
+        runs: int32 [runs, 2], (first inner row, full tiles): tile i begins at inner row first + 128 i.
         ranges: int32 [slots, 128] as in `TileList.ranges`.
         bits: int32 [slots, 128, 4] as in `TileList.bits`.
     """
@@ -38,7 +37,6 @@ class WorkList:
     items: Tensor
     parts: Tensor
     runs: Tensor
-    inner: Tensor
     ranges: Tensor
     bits: Tensor
 
@@ -78,11 +76,128 @@ def _lower_tiles(tiles: Tiles) -> WorkLists:
 
 
 def _work_list(tiles: TileList, outer: Tensor, inner: Tensor, touch: Tensor) -> WorkList:
-    parts, runs = tiles.part_ptr.diff(), tiles.run_ptr.diff()
-    full = tiles.counts().int() - parts
-    columns = (outer[:, 0], outer[:, 1], tiles.part_ptr[:-1], parts, tiles.run_ptr[:-1], runs, full, touch.int())
-    cost = full + PARTIAL_COST * parts
-    order = torch.argsort(cost, descending=True, stable=True)[: int((cost > 0).sum())]
-    items = torch.stack(columns, 1)[order].contiguous()
-    tables = (tiles.parts, tiles.runs, inner, tiles.ranges, tiles.bits)
-    return WorkList(items, *(table.contiguous() for table in tables))
+    """A tile list with its blocks (first row, rows) looked up."""
+    owner, row, blocks = _contiguous_runs(tiles, inner)
+    full = torch.zeros(tiles.outer, dtype=torch.int64, device=row.device).index_add_(0, owner, blocks)
+    run_ptr = torch.searchsorted(owner, torch.arange(tiles.outer + 1, device=row.device))
+    parts = tiles.part_ptr.diff()
+    columns = (outer[:, 0], outer[:, 1], tiles.part_ptr[:-1], parts, run_ptr[:-1], run_ptr.diff(), full, touch)
+    chosen = inner[tiles.parts[:, 0].long()]
+    resolved = torch.stack([chosen[:, 0], tiles.parts[:, 1], chosen[:, 1], torch.zeros_like(chosen[:, 0])], 1)
+    return WorkList(_items(columns), resolved, torch.stack([row, blocks], 1).int(), tiles.ranges, tiles.bits)
+
+
+def _items(columns: tuple[Tensor, ...]) -> Tensor:
+    """The outer blocks that have tiles, most of them first."""
+    items = torch.stack([column.int() for column in columns], 1)
+    cost = items[:, 6] + PARTIAL_COST * items[:, 3]
+    return items[torch.argsort(cost, descending=True, stable=True)[: int((cost > 0).sum())]]
+
+
+def _contiguous_runs(tiles: TileList, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs as (outer block, first inner row, blocks), cut where an inner block does not follow its predecessor."""
+    outer = torch.arange(tiles.outer, device=tiles.runs.device)
+    owner = torch.repeat_interleave(outer, tiles.run_ptr.diff().long())
+    first, blocks = tiles.runs.long().unbind(1)
+    # breaks[j]: how many blocks up to and including j do not follow their predecessor.
+    breaks = torch.nn.functional.pad((inner[:, 0].diff() != BLOCK).long().cumsum(0), (1, 0))
+    if not len(first) or not bool((breaks[first] != breaks[first + blocks - 1]).any()):
+        return owner, inner[first, 0].long(), blocks
+    pieces = breaks[first + blocks - 1] - breaks[first] + 1
+    which = torch.repeat_interleave(torch.arange(len(first), device=first.device), pieces)
+    number = torch.arange(len(which), device=first.device) - (pieces.cumsum(0) - pieces)[which]
+    # A later piece begins at the block with the break of that number.
+    level = breaks[first][which] + number
+    start = torch.where(number == 0, first[which], torch.searchsorted(breaks, level))
+    stop = torch.where(number + 1 == pieces[which], (first + blocks)[which], torch.searchsorted(breaks, level + 1))
+    return owner[which], inner[start, 0].long(), stop - start
+
+
+def _lower_varlen(work: Varlen) -> WorkLists:
+    """Every sequence cut into blocks from its first row. The diagonal of a band crosses a tile in one of few ways, so
+    that predicates are shared by nearly all tiles of a sequence."""
+    queries, keys = _Blocks(work.queries), _Blocks(work.keys)
+    shift = (work.keys.diff(dim=1) - work.queries.diff(dim=1)).long().flatten()
+    return WorkLists(
+        _band_list(queries, keys, work.band, shift, work.touch[queries.sequence], transposed=False),
+        _band_list(keys, queries, work.band, -shift, torch.zeros_like(keys.row), transposed=True),
+    )
+
+
+class _Blocks:
+    """Blocks of 128 rows of sequences [n, 2] (first, one past the last row): the sequence, first row, rows and number
+    inside the sequence of each, and the first block of each sequence."""
+
+    def __init__(self, bounds: Tensor) -> None:
+        start, stop = bounds.long().unbind(1)
+        count = (stop - start).clamp(min=0).add(BLOCK - 1).div(BLOCK, rounding_mode="floor")
+        self.first = count.cumsum(0) - count
+        self.count, self.length = count, stop - start
+        self.sequence = torch.repeat_interleave(torch.arange(len(count), device=bounds.device), count)
+        self.number = torch.arange(len(self.sequence), device=bounds.device) - self.first[self.sequence]
+        self.row = start[self.sequence] + BLOCK * self.number
+        self.rows = (stop[self.sequence] - self.row).clamp(max=BLOCK)
+
+
+def _band_list(
+    outer: _Blocks, inner: _Blocks, band: Band, shift: Tensor, touch: Tensor, *, transposed: bool
+) -> WorkList:
+    """The tiles of each outer block: inner row x is computed for outer row y of a sequence if
+
+    * FULL: always;
+    * CAUSAL, queries outside: x ≤ y + shift; keys outside: x ≥ y + shift;
+    * REVERSE_CAUSAL: the rest.
+    """
+    device = outer.row.device
+    low_side = (band == Band.CAUSAL) != transposed  # what is computed lies below the diagonal
+    strict = int(band == Band.REVERSE_CAUSAL)  # and the diagonal itself does not belong to it
+    sequence = outer.sequence
+    blocks, length = inner.count[sequence], inner.length[sequence]
+    base = outer.number * BLOCK + shift[sequence]
+    y_last = outer.rows - 1
+    whole_blocks = length // BLOCK
+    if band == Band.FULL:
+        begin, end = torch.zeros_like(base), length
+        full_begin, full_end = torch.zeros_like(base), whole_blocks
+    elif low_side:
+        # Row y sees x < limit(y) = y + shift + 1 − strict: the fewest in the first row, the most in the last.
+        begin, end = torch.zeros_like(base), (base + y_last + 1 - strict).clamp(min=0).minimum(length)
+        full_begin = torch.zeros_like(base)
+        full_end = ((base + 1 - strict).clamp(min=0) // BLOCK).minimum(whole_blocks)
+    else:
+        # Row y sees x ≥ limit(y) = y + shift + strict: the most in the first row, the fewest in the last.
+        begin, end = (base + strict).clamp(min=0).minimum(length), length
+        full_begin = -(-(base + y_last + strict).clamp(min=0) // BLOCK)
+        full_end = whole_blocks
+    first, last = begin // BLOCK, -(-end // BLOCK)
+    last = torch.where(begin < end, last.minimum(blocks), first)
+    ragged = outer.rows < BLOCK
+    full_begin = full_begin.clamp(min=first).minimum(last)
+    full_end = torch.where(ragged, full_begin, full_end.maximum(full_begin).minimum(last))
+    full = full_end - full_begin
+    before, behind = full_begin - first, last - full_end
+    owner = torch.repeat_interleave(torch.arange(len(base), device=device), before + behind)
+    number = torch.arange(len(owner), device=device) - ((before + behind).cumsum(0) - before - behind)[owner]
+    block = torch.where(number < before[owner], first[owner] + number, full_end[owner] + number - before[owner])
+    chosen = inner.first[sequence[owner]] + block
+    # Limit of the tile's row 0 in the tile's own columns; rows count up from there.
+    corner = base[owner] - BLOCK * block + (1 - strict if low_side else strict)
+    shape = torch.stack([corner.clamp(-BLOCK, BLOCK), outer.rows[owner], inner.rows[chosen]], 1)
+    shapes, slot = torch.unique(shape, dim=0, return_inverse=True) if len(shape) else (shape, owner)
+    limit = shapes[:, :1] + torch.arange(BLOCK, device=device)
+    columns = shapes[:, 2:]
+    if band == Band.FULL:
+        low, high = torch.zeros_like(limit), columns.expand_as(limit)
+    elif low_side:
+        low, high = torch.zeros_like(limit), limit.clamp(min=0).minimum(columns)
+    else:
+        low, high = limit.clamp(min=0).minimum(columns), columns.expand_as(limit)
+    seen = (torch.arange(BLOCK, device=device) < shapes[:, 1:2]) & (low < high)
+    words = torch.where(seen, low | high << 8, 0).int()
+    parts = torch.stack([inner.row[chosen], slot, inner.rows[chosen], torch.zeros_like(slot)], 1).int()
+    some = full > 0
+    runs = torch.stack([inner.row[(inner.first[sequence] + full_begin)[some]], full[some]], 1).int()
+    part_ptr = torch.nn.functional.pad((before + behind).cumsum(0), (1, 0))
+    run_ptr = torch.nn.functional.pad(some.long().cumsum(0), (1, 0))
+    columns = (outer.row, outer.rows, part_ptr[:-1], part_ptr.diff(), run_ptr[:-1], run_ptr.diff(), full, touch)
+    return WorkList(_items(columns), parts, runs, words, torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device))

@@ -1,0 +1,114 @@
+"""Lists of work for the Hopper kernels: they compute the pairs of the calls that they were lowered from."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from marble.kernels.contract import Band, TileList, Tiles, Touch, Varlen
+from marble.kernels.cute.worklist import BLOCK, WorkList, lower
+from marble.kernels.predicates import covered
+
+
+def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
+    """How often a work list computes each pair of rows, int32 [outer rows, inner rows]."""
+    count = torch.zeros(outer_rows + BLOCK, inner_rows + BLOCK, dtype=torch.int32)
+    columns = torch.arange(BLOCK)
+    for row, rows, part, parts, run, runs, full, _ in work.items.tolist():
+        assert 0 < rows <= BLOCK
+        for first, slot, _, _ in work.parts[part : part + parts].tolist():
+            if slot >= 0:
+                words = work.ranges[slot].long().unsqueeze(1)
+                lo0, hi0, lo1, hi1 = (words >> shift & 255 for shift in (0, 8, 16, 24))
+                mask = (columns >= lo0) & (columns < hi0) | (columns >= lo1) & (columns < hi1)
+            else:
+                mask = (work.bits[~slot].long().unsqueeze(2) >> torch.arange(32) & 1).flatten(1).bool()
+            count[row : row + BLOCK, first : first + BLOCK] += mask
+        total = 0
+        for first, blocks in work.runs[run : run + runs].tolist():
+            assert rows == BLOCK
+            count[row : row + BLOCK, first : first + BLOCK * blocks] += 1
+            total += blocks
+        assert total == full
+    assert not count[outer_rows:].any()
+    assert not count[:, inner_rows:].any()
+    return count[:outer_rows, :inner_rows]
+
+
+def longest_first(work: WorkList) -> None:
+    tiles = (work.items[:, 3] + work.items[:, 6]).float() + 0.1 * work.items[:, 3]
+    assert (tiles[:-1] >= tiles[1:]).all()
+    assert (tiles > 0).all()
+
+
+lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4)
+
+
+@given(st.sampled_from(list(Band)), lengths, lengths, st.integers(0, 5))
+def test_varlen_computes_its_band(band: Band, queries: list[int], keys: list[int], gap: int) -> None:
+    keys = (keys * 4)[: len(queries)]
+    bounds = []
+    for sizes in (queries, keys):
+        at, rows = gap, []
+        for size in sizes:
+            rows.append([at, at + size])
+            at += size + gap
+        bounds.append(torch.tensor(rows, dtype=torch.int32))
+    touch = torch.full((len(queries),), int(Touch.LAST), dtype=torch.uint8)
+    work = lower(Varlen(*bounds, band, touch))
+    q_rows, k_rows = (int(b.max()) + gap for b in bounds)
+    expected = torch.zeros(q_rows, k_rows, dtype=torch.int32)
+    for (q0, q1), (k0, k1) in zip(bounds[0].tolist(), bounds[1].tolist(), strict=True):
+        inside = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+        causal = inside.tril(k1 - k0 - (q1 - q0))
+        expected[q0:q1, k0:k1] += {Band.FULL: inside, Band.CAUSAL: causal, Band.REVERSE_CAUSAL: ~causal}[band]
+    assert torch.equal(pairs(work.by_query, q_rows, k_rows), expected)
+    assert torch.equal(pairs(work.by_key, k_rows, q_rows), expected.T)
+    for side in (work.by_query, work.by_key):
+        longest_first(side)
+    assert (work.by_query.items[:, 7] == int(Touch.LAST)).all()
+
+
+def tile_list(run_ptr: list[int], runs: list[list[int]], part_ptr: list[int], parts: list[list[int]]) -> TileList:
+    """A list whose partial tiles all compute columns 0 to 99."""
+    tables = [torch.tensor(table, dtype=torch.int32) for table in (run_ptr, runs, part_ptr, parts)]
+    tables[1], tables[3] = tables[1].reshape(-1, 2), tables[3].reshape(-1, 2)
+    words = torch.full((1, BLOCK), 100 << 8, dtype=torch.int32)
+    return TileList(*tables, words, torch.zeros(0, BLOCK, 4, dtype=torch.int32))
+
+
+def tiles(runs: list[list[int]], key_row: list[int]) -> Tiles:
+    """Two query blocks with one run each, and a partial tile against the last key block of 100 rows in the first. The
+    lists by key are left empty."""
+    by_query = tile_list([0, 1, 2], runs, [0, 1, 1], [[len(key_row) - 1, 0]])
+    by_key = tile_list([0] * (len(key_row) + 1), [], [0] * (len(key_row) + 1), [])
+    rows = torch.tensor(key_row, dtype=torch.int32)
+    lengths = torch.full_like(rows, BLOCK)
+    lengths[-1] = 100
+    return Tiles(BLOCK, 2 * BLOCK, rows, lengths, by_query, by_key, torch.full((2,), 3, dtype=torch.uint8))
+
+
+def test_runs_are_cut_where_key_blocks_do_not_follow_one_another() -> None:
+    work = lower(tiles([[0, 4], [1, 2]], [0, 128, 300, 428, 1000])).by_query
+    longest_first(work)
+    by_row = {row: (run, runs) for row, _, _, _, run, runs, _, _ in work.items.tolist()}
+    found = {row: work.runs[run : run + runs].tolist() for row, (run, runs) in by_row.items()}
+    assert found == {0: [[0, 2], [300, 2]], 128: [[128, 1], [300, 1]]}
+    assert work.parts.tolist() == [[1000, 0, 100, 0]]
+
+
+def test_tiles_keep_their_pairs() -> None:
+    call = tiles([[0, 2], [1, 3]], [0, 128, 256, 384, 512])
+    work = lower(call)
+    assert torch.equal(pairs(work.by_query, 256, 612), covered(call.by_query, 256, 612, BLOCK))
+    assert not len(work.by_key.items)
+    assert lower(call) is work
+
+
+def test_other_blocks_are_refused() -> None:
+    call = dataclasses.replace(tiles([[0, 1], [0, 1]], [0, 64]), block=64)
+    with pytest.raises(ValueError, match="blocks of 128"):
+        lower(call)
