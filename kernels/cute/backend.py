@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from marble.kernels.contract import State, Work
-from marble.kernels.cute import forward_sm90
+from marble.kernels.cute import backward_sm90, forward_sm90
 from marble.kernels.cute.worklist import lower
+
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 class CuteBackend:
-    """Calls on one Hopper GPU, bfloat16 and float16, head dimensions 64 and 128, blocks of 128 rows.
+    """Calls on one Hopper GPU, in bfloat16 or float16, with head dimension 64 or 128 and blocks of 128 rows.
 
-    Inputs with strides that the copy engine cannot read (outer strides that are no multiple of 16 bytes, or an
-    unaligned base) are copied first.
+    Inputs that the copy engine cannot read (outer strides that are no multiple of 16 bytes, or an unaligned base) are
+    copied first.
+
+    Args:
+        multiprocessors: tells how many a device has.
     """
 
     name = "cute"
+
+    def __init__(self, multiprocessors: Callable[[torch.device], int]) -> None:
+        self.multiprocessors = multiprocessors
 
     def forward(
         self,
@@ -34,11 +43,51 @@ class CuteBackend:
         scale: float,
     ) -> None:
         """See `Backend.forward`."""
+        _check(q, scale)
         lists = lower(work).by_query
         if not len(lists.items):
             return
         state = State.empty(q.shape[1], 0, q.shape[2], torch.float32, q.device) if state is None else state
-        forward_sm90.launch(*(_readable(x) for x in (q, k, v)), out, lse, state, lists, scale, _sms(q.device))
+        inputs = (_readable(x) for x in (q, k, v))
+        forward_sm90.launch(*inputs, out, lse, state, lists, scale, self.multiprocessors(q.device))
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
+        """See `Backend.delta`."""
+        return backward_sm90.run_delta(_readable(out), _readable(dout))
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        work: Work,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        scale: float,
+    ) -> None:
+        """See `Backend.backward`."""
+        _check(q, scale)
+        lists = lower(work).by_key
+        if not len(lists.items):
+            return
+        inputs = (_readable(x) for x in (q, k, v, dout))
+        sms = self.multiprocessors(q.device)
+        backward_sm90.run_backward(*inputs, lse, delta, lists, dq, dk, dv, scale, sms)
+
+
+def _check(q: Tensor, scale: float) -> None:
+    if q.dtype not in DTYPES or q.shape[2] not in HEAD_DIMS:
+        raise ValueError(
+            f"backend: 'cute' computes bfloat16 and float16 with head dimension 64 or 128, got {q.dtype} with "
+            f"{q.shape[2]}; 'reference' computes all"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale: must be > 0, got {scale}")
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -46,8 +95,3 @@ def _readable(x: Tensor) -> Tensor:
     granule = 16 // x.element_size()
     aligned = x.data_ptr() % 16 == 0 and all(stride % granule == 0 for stride in x.stride()[:-1])
     return x if aligned and x.stride(-1) == 1 else x.contiguous()
-
-
-@lru_cache
-def _sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

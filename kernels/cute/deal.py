@@ -39,10 +39,14 @@ class Deal(ParamsBase):
         return turn * self.ctas + place
 
     @cute.jit
-    def locate(self, work: Int32) -> tuple[Int32, Int32]:
-        """The item and the query head of a pair."""
-        item = work // self.heads
-        return item, work - item * self.heads
+    def item(self, work: Int32) -> Int32:
+        """The item of a pair."""
+        return work // self.heads
+
+    @cute.jit
+    def head(self, work: Int32) -> Int32:
+        """The query head of a pair."""
+        return work % self.heads
 
     @cute.jit
     def kv_head(self, head: Int32) -> Int32:

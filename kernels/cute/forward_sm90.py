@@ -9,6 +9,7 @@ warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Bu
 quack.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cutlass_dsl import min as dsl_min
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline as fa_pipeline
@@ -34,9 +36,11 @@ from marble.kernels.cute.ordering import afresh, complete
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.worklist import BLOCK, WorkList
 
-TURNS = False
 WARPGROUP = 128
 """Threads of a warpgroup."""
+
+PLACES = 4
+"""Work items in shared memory: one that is written out, one that is computed, one that is loaded, and one to spare."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,6 @@ class Lists(NamedTuple):
     items: cute.Tensor
     parts: cute.Tensor
     runs: cute.Tensor
-    inner: cute.Tensor
     ranges: cute.Tensor
     bits: cute.Tensor
 
@@ -85,7 +88,8 @@ class Carried(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Views of shared memory. ``kind`` and ``words`` hold the predicate of the key tile of the same stage."""
+    """Views of shared memory. ``kind`` and ``words`` hold the predicate of the key tile of the same stage, ``item``
+    what the lists say of the last work items, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -93,6 +97,7 @@ class Shared(NamedTuple):
     out: cute.Tensor
     kind: cute.Tensor
     words: cute.Tensor
+    item: cute.Tensor
 
 
 class Pipes(NamedTuple):
@@ -100,7 +105,9 @@ class Pipes(NamedTuple):
 
     ``q``, ``k``, ``v``: the loading warp waits until all eight computing warps have released a stage, then fills it;
     they wait until its bytes have arrived. A key stage is released when its scores are complete *and* its predicate
-    has been read; a query tile when the last scores of its work item are complete.
+    has been read, a query tile when it has been read into registers. Every query tile comes with its work item; after
+    the last one an item without a tile says stop. The loading warp is thereby at most two items ahead of the one that
+    is written out, so that `PLACES` suffice.
     """
 
     q: fa_pipeline.PipelineTmaAsync
@@ -125,14 +132,14 @@ class ForwardSm90:
         mLSE: cute.Tensor,
         carried: Carried,
         lists: Lists,
-        scale: Float32,
+        scale_log2: Float32,
         ctas: Int32,
         stream=None,
     ):
         """Launch. Shapes as in `marble.kernels.contract.Backend.forward`.
 
         Args:
-            scale: softmax scale.
+            scale_log2: softmax scale times log₂ e.
             ctas: thread blocks, at most one per multiprocessor.
         """
         tile = (BLOCK, self.head_dim)
@@ -159,6 +166,7 @@ class ForwardSm90:
             k_bars: cute.struct.MemRange[Int64, 2 * stages]
             v_bars: cute.struct.MemRange[Int64, 2 * stages]
             kind: cute.struct.MemRange[Int32, stages]
+            item: cute.struct.MemRange[Int32, 8 * PLACES]
             words: cute.struct.Align[cute.struct.MemRange[Int32, masking.WORDS * stages], 128]
             q: tile_struct
             out: tile_struct
@@ -172,7 +180,7 @@ class ForwardSm90:
             mLSE,
             carried,
             lists,
-            scale,
+            scale_log2,
             deal,
             (layout_q, layout_kv),
             (mma_qk, mma_pv),
@@ -180,7 +188,9 @@ class ForwardSm90:
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
-    def kernel(self, tmas, atoms, mO, mLSE, carried, lists, scale, deal, layouts, mmas, Storage: cutlass.Constexpr):
+    def kernel(
+        self, tmas, atoms, mO, mLSE, carried, lists, scale_log2, deal, layouts, mmas, Storage: cutlass.Constexpr
+    ):
         layout_q, layout_kv = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -194,6 +204,7 @@ class ForwardSm90:
             storage.out.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             storage.kind.get_tensor(cute.make_layout(self.config.stages)),
             storage.words.get_tensor(cute.make_layout((masking.WORDS, self.config.stages))),
+            storage.item.get_tensor(cute.make_layout((8, PLACES))),
         )
         producer = pipeline.CooperativeGroup(pipeline.Agent.Thread, 1)
         consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 2 * WARPGROUP // cute.arch.WARP_SIZE)
@@ -219,43 +230,49 @@ class ForwardSm90:
                 self.load(tmas, atoms, shared, pipes, lists, deal, tile_bytes)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            self.compute(mmas, shared, pipes, mO, mLSE, carried, lists.items, scale, deal)
+            self.compute(mmas, shared, pipes, mO, mLSE, carried, scale_log2)
 
     # The loading warp
 
     @cute.jit
     def load(self, tmas, atoms, shared, pipes, lists, deal, tile_bytes: cutlass.Constexpr):
-        """Per work item: its query tile, then for each key tile its keys, one tile ahead of its values."""
-        lane = cute.arch.lane_idx()
+        """Per work item: its query tile, then for each key tile its keys, one tile ahead of its values. What the lists
+        say of the next item is fetched meanwhile."""
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        turn = Int32(0)
+        turn, place = Int32(0), Int32(0)
         work = deal.at(turn)
+        item = self.item_of(lists.items, work, deal)
+        lane_row, lane_slot = self.parts_from(lists.parts, item[2], item[3])
+        run_row, run_tiles = self.run_from(lists.runs, item[4], item[5])
         while work < deal.total():
-            index, head = deal.locate(work)
+            row, rows, first_part, parts, first_run, runs, full, touch = item
+            head = deal.head(work)
             tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, deal.kv_head(head)] for t in tmas[1:])
-            row = lists.items[index, 0]
-            first_part, parts, first_run, runs = (lists.items[index, c] for c in range(2, 6))
             load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
             load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
 
-            pipes.q.producer_acquire(q_state)
+            pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
+            with cute.arch.elect_one():
+                for field, value in enumerate((head, row, rows, touch, parts, full, Int32(1))):
+                    shared.item[field, place] = value
+            pipes.q.sync_object_full.arrive_and_expect_tx(q_state.index, tile_bytes)
             q_fn, _, _ = copy_utils.tma_get_copy_fn(
                 atoms[0], 0, cute.make_layout(1), self.tile_at(tma_q, row), shared.q, single_stage=True
             )
             q_fn(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
             q_state.advance()
+            place = (place + 1) % PLACES
+            turn += 1
+            work = deal.at(turn)
+            item = self.item_of(lists.items, dsl_min(work, deal.total() - 1), deal)
 
             previous = Int32(-1)
-            # Block numbers are fetched for 32 tiles at once, one per lane.
-            mine_row, mine_slot = Int32(0), Int32(0)
             for i in cutlass.range(parts, unroll=1):
-                if i % 32 == 0 and i + lane < parts:
-                    mine_row = lists.inner[lists.parts[first_part + i + lane, 0], 0]
-                    mine_slot = lists.parts[first_part + i + lane, 1]
-                key_row = cute.arch.shuffle_sync(mine_row, i % 32)
-                slot = cute.arch.shuffle_sync(mine_slot, i % 32)
+                if i > 0 and i % 32 == 0:
+                    lane_row, lane_slot = self.parts_from(lists.parts, first_part + i, parts - i)
+                key_row, slot = (cute.arch.shuffle_sync(x, i % 32) for x in (lane_row, lane_slot))
                 self.load_masked_keys(load_k, shared, pipes.k, lists, slot, key_row, k_state, tile_bytes)
                 k_state.advance()
                 if previous >= 0:
@@ -264,11 +281,9 @@ class ForwardSm90:
                     v_state.advance()
                 previous = key_row
             for r in cutlass.range(runs, unroll=1):
-                first, blocks = lists.runs[first_run + r, 0], lists.runs[first_run + r, 1]
-                for i in cutlass.range(blocks, unroll=1):
-                    if i % 32 == 0 and i + lane < blocks:
-                        mine_row = lists.inner[first + i + lane, 0]
-                    key_row = cute.arch.shuffle_sync(mine_row, i % 32)
+                next_row, next_tiles = self.run_from(lists.runs, first_run + r + 1, runs - r - 1)
+                for i in cutlass.range(run_tiles, unroll=1):
+                    key_row = run_row + BLOCK * i
                     pipes.k.producer_acquire(k_state)
                     load_k(key_row, k_state)
                     k_state.advance()
@@ -277,15 +292,42 @@ class ForwardSm90:
                         load_v(previous, v_state)
                         v_state.advance()
                     previous = key_row
+                run_row, run_tiles = next_row, next_tiles
+            lane_row, lane_slot = self.parts_from(lists.parts, item[2], item[3])
+            run_row, run_tiles = self.run_from(lists.runs, item[4], item[5])
             pipes.v.producer_acquire(v_state)
             load_v(previous, v_state)
             v_state.advance()
-            turn += 1
-            work = deal.at(turn)
+        pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
+        with cute.arch.elect_one():
+            shared.item[6, place] = 0
+            cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
         # A thread block must not end before the last arrivals at its barriers.
         for _ in cutlass.range_constexpr(self.config.stages):
             pipes.v.sync_object_empty.wait(v_state.index, v_state.phase)
             v_state.advance()
+
+    @cute.jit
+    def item_of(self, items, work, deal):
+        """The row of `WorkList.items` of a pair of item and head."""
+        index = deal.item(work)
+        return tuple(items[index, c] for c in range(8))
+
+    @cute.jit
+    def parts_from(self, parts, first, count):
+        """Key row and slot of up to 32 partial tiles, one per lane."""
+        row, slot, lane = Int32(0), Int32(0), cute.arch.lane_idx()
+        if lane < count:
+            row, slot = parts[first + lane, 0], parts[first + lane, 1]
+        return row, slot
+
+    @cute.jit
+    def run_from(self, runs, index, count):
+        """First row and tiles of a run, if one is left."""
+        row, tiles = Int32(0), Int32(0)
+        if count > 0:
+            row, tiles = runs[index, 0], runs[index, 1]
+        return row, tiles
 
     @cute.jit
     def load_masked_keys(self, load_k, shared, pipe, lists, slot, key_row, state, tile_bytes: cutlass.Constexpr):
@@ -320,7 +362,7 @@ class ForwardSm90:
     # The computing warpgroups
 
     @cute.jit
-    def compute(self, mmas, shared, pipes, mO, mLSE, carried, items, scale, deal):
+    def compute(self, mmas, shared, pipes, mO, mLSE, carried, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
         mma_qk, mma_pv = mmas
@@ -333,8 +375,8 @@ class ForwardSm90:
         acc_O, fragment_p, fragment_v = sm90_utils.partition_fragment_ABC(
             wg_pv, (BLOCK, self.head_dim, BLOCK), None, layout_utils.transpose_view(shared.v)
         )
-        softmax = OnlineSoftmax.create(scale)
-        math = SimpleNamespace(
+        softmax = OnlineSoftmax.create(scale_log2)
+        tools = SimpleNamespace(
             softmax=softmax,
             norm=cute.make_rmem_tensor(2, Float32),
             acc_O=acc_O,
@@ -346,112 +388,100 @@ class ForwardSm90:
             pipes=pipes,
             thread=thread,
         )
-        scores = partial(sm90_utils.gemm_zero_init, mma_qk, (BLOCK, BLOCK), fragment_q, fragment_k)
+        acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((BLOCK, BLOCK)), Float32)
+        scores = partial(sm90_utils.gemm_w_idx, mma_qk, tCrA=fragment_q, tCrB=fragment_k, zero_init=True)
         weigh = partial(sm90_utils.gemm_w_idx, mma_pv, acc_O, fragment_p, fragment_v, zero_init=False)
-        step = partial(self.step, scores, weigh, math)
+        step = partial(self.step, scores, weigh, tools, acc_S)
 
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
-        if thread < WARPGROUP:
-            self.let_go(thread)
-        turn = Int32(0)
-        work = deal.at(turn)
-        while work < deal.total():
-            where = self.rows_of(items, work, deal)
-            parts, full = self.tiles_of(items, work, deal)
-            self.take_state(math, carried, where)
-            q_state = self.take_query(math, q_state)
-            pipes.k.consumer_wait(kv_state)
-            acc_S = scores(B_idx=kv_state.index, wg_wait=0)
+        place = Int32(0)
+        pipes.q.consumer_wait(q_state)
+        more = shared.item[6, place]
+        q_state = self.take_query(tools, q_state)
+        pipes.k.consumer_wait(kv_state)
+        scores(acc_S, B_idx=kv_state.index, wg_wait=0)
+        self.take_state(tools, carried, place)
+        while more != 0:
+            parts, full = shared.item[4, place], shared.item[5, place]
             if parts > 0:
                 masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
-            pipes.k.consumer_release(kv_state)
+            release(pipes.k, kv_state)
             softmax.advance(acc_S)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
-            scale_rows(acc_O, softmax.decay)
             for _ in cutlass.range(parts - 1, unroll=1):
                 kv_state = step(kv_state, masked=True)
             for _ in cutlass.range(full - (1 if parts == 0 else 0), unroll=1):
                 kv_state = step(kv_state, masked=False)
-            pipes.v.consumer_wait(kv_state)
-            weigh(B_idx=kv_state.index, wg_wait=-1)
-            self.leave_statistics(math, carried, mLSE, where)
-            warpgroup.wait_group(0)
-            pipes.v.consumer_release(kv_state)
+
+            values = kv_state.clone()
             kv_state.advance()
-            self.leave_accumulator(math, carried, mO, where)
-            turn += 1
-            work = deal.at(turn)
+            scale_rows(acc_O, softmax.decay)
+            pipes.v.consumer_wait(values)
+            weigh(B_idx=values.index, wg_wait=-1)
+            self.leave_statistics(tools, carried, mLSE, place)
+            pipes.q.consumer_wait(q_state)
+            following = (place + 1) % PLACES
+            more = shared.item[6, following]
+            if more != 0:
+                q_state = self.take_query(tools, q_state)
+                pipes.k.consumer_wait(kv_state)
+                scores(acc_S, B_idx=kv_state.index, wg_wait=-1)
+                warpgroup.wait_group(1)
+                release(pipes.v, values)
+                self.leave_accumulator(tools, carried, mO, place)
+                self.take_state(tools, carried, following)
+                warpgroup.wait_group(0)
+            else:
+                warpgroup.wait_group(0)
+                release(pipes.v, values)
+                self.leave_accumulator(tools, carried, mO, place)
+            place = following
 
     @cute.jit
-    def tiles_of(self, items, work, deal):
-        """Partial and full tiles of a pair."""
-        item, _ = deal.locate(work)
-        return items[item, 3], items[item, 6]
-
-    @cute.jit
-    def rows_of(self, items, work, deal):
-        """Query head, first row, rows and touch of a pair."""
-        item, head = deal.locate(work)
-        return head, items[item, 0], items[item, 1], items[item, 7]
-
-    @cute.jit
-    def step(self, scores, weigh, math, state, masked: cutlass.Constexpr):
+    def step(self, scores, weigh, tools, acc_S, state, masked: cutlass.Constexpr):
         """Scores and softmax of the next tile while the values of this one are weighed."""
-        pipes, shared = math.pipes, math.shared
+        pipes, shared = tools.pipes, tools.shared
         values = state.clone()
         state.advance()
         pipes.k.consumer_wait(state, pipes.k.consumer_try_wait(state))
-        self.wait_turn(math.thread)
-        acc_S = scores(B_idx=state.index, wg_wait=-1)
+        scores(acc_S, B_idx=state.index, wg_wait=-1)
         pipes.v.consumer_wait(values, pipes.v.consumer_try_wait(values))
+        scale_rows(tools.acc_O, tools.softmax.decay)
         weigh(B_idx=values.index, wg_wait=-1)
-        self.let_go(math.thread)
         if const_expr(masked):
-            words = masking.read_words(shared.kind, shared.words, state.index, math.thread)
+            words = masking.read_words(shared.kind, shared.words, state.index, tools.thread)
         warpgroup.wait_group(1)
-        pipes.k.consumer_release(state)
+        release(pipes.k, state)
         if const_expr(masked):
             masking.apply(acc_S, words)
-        rescale = math.softmax.advance(acc_S)
-        complete(math.softmax.l[0] + math.softmax.l[1])
+        tools.softmax.advance(acc_S)
+        complete(tools.softmax.l[0] + tools.softmax.l[1])
         warpgroup.wait_group(0)
-        pipes.v.consumer_release(values)
-        fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), math.fragment_p)
-        math.softmax.rescale(math.acc_O, rescale)
+        release(pipes.v, values)
+        fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
         return state
 
-    def wait_turn(self, thread):
-        if const_expr(TURNS):
-            group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-            cute.arch.barrier(barrier_id=1 + group, number_of_threads=2 * WARPGROUP)
-
-    def let_go(self, thread):
-        if const_expr(TURNS):
-            group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-            cute.arch.barrier_arrive(barrier_id=2 - group, number_of_threads=2 * WARPGROUP)
-
     @cute.jit
-    def take_query(self, math, state):
+    def take_query(self, tools, state):
         """The query tile, from shared memory to registers: its stage is free for the next item at once."""
-        math.pipes.q.consumer_wait(state)
-        copy = math.q_copy
-        cute.copy(copy, copy.get_slice(afresh(math.thread)).partition_S(math.shared.q), copy.retile(math.fragment_q))
+        copy = tools.q_copy
+        cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.shared.q), copy.retile(tools.fragment_q))
         cute.arch.sync_warp()
-        math.pipes.q.consumer_release(state)
+        release(tools.pipes.q, state)
         state.advance()
         return state
 
     @cute.jit
-    def take_state(self, math, carried, where):
+    def take_state(self, tools, carried, place):
         """Begin with the state of the rows, or as rows that have seen nothing."""
-        head, row, rows, touch = where
-        math.softmax.reset()
-        math.acc_O.fill(0.0)
+        head, row, rows, touch = (tools.shared.item[field, place] for field in range(4))
+        tools.softmax.reset()
+        tools.acc_O.fill(0.0)
         if touch & int(Touch.FIRST) == 0:
-            thread = afresh(math.thread)
-            m, l = math.softmax.m, math.softmax.l  # noqa: E741
-            gmem = self.own_elements(carried.acc[head, None, None], row, math.mma_pv, thread)
+            thread = afresh(tools.thread)
+            m, l = tools.softmax.m, tools.softmax.l  # noqa: E741
+            gmem = self.own_elements(carried.acc[head, None, None], row, tools.mma_pv, thread)
             pair = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
             for r in cutlass.range_constexpr(2):
                 local = masking.row_of(thread) + 8 * r
@@ -460,18 +490,18 @@ class ForwardSm90:
                     # Every lane of a quad adds to the row sum until they are reduced: one of them resumes it.
                     if thread % 4 == 0:
                         l[r] = carried.l[head, row + local]
-                    cute.copy(pair, gmem[(None, r, None), 0, 0], math.acc_O[(None, r, None), 0, 0])
+                    cute.copy(pair, gmem[(None, r, None), 0, 0], tools.acc_O[(None, r, None), 0, 0])
 
     @cute.jit
-    def leave_statistics(self, math, carried, mLSE, where):
+    def leave_statistics(self, tools, carried, mLSE, place):
         """Write the log-sum-exp and keep what the output is to be multiplied by, or write m and ℓ. The last values
         may still be being weighed."""
-        head, row, rows, touch = where
-        softmax, thread = math.softmax, afresh(math.thread)
+        head, row, rows, touch = (tools.shared.item[field, place] for field in range(4))
+        softmax, thread = tools.softmax, afresh(tools.thread)
         softmax.reduce()
         last = touch & int(Touch.LAST) != 0
         if last:
-            softmax.finish(math.norm)
+            softmax.finish(tools.norm)
         if thread % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 local = masking.row_of(thread) + 8 * r
@@ -483,29 +513,29 @@ class ForwardSm90:
                         carried.l[head, row + local] = softmax.l[r]
 
     @cute.jit
-    def leave_accumulator(self, math, carried, mO, where):
+    def leave_accumulator(self, tools, carried, mO, place):
         """Write the output, or the accumulator as it is. A thread owns two rows of it, and in each of them pairs of
         neighbouring columns."""
-        head, row, rows, touch = where
+        head, row, rows, touch = (tools.shared.item[field, place] for field in range(4))
         if touch & int(Touch.LAST) != 0:
-            scale_rows(math.acc_O, math.norm)
-            self.write_output(math, mO[None, None, head], row, rows)
+            scale_rows(tools.acc_O, tools.norm)
+            self.write_output(tools, mO[None, None, head], row, rows)
         else:
-            thread = afresh(math.thread)
-            gmem = self.own_elements(carried.acc[head, None, None], row, math.mma_pv, thread)
+            thread = afresh(tools.thread)
+            gmem = self.own_elements(carried.acc[head, None, None], row, tools.mma_pv, thread)
             pair = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
             for r in cutlass.range_constexpr(2):
                 if masking.row_of(thread) + 8 * r < rows:
-                    cute.copy(pair, math.acc_O[(None, r, None), 0, 0], gmem[(None, r, None), 0, 0])
+                    cute.copy(pair, tools.acc_O[(None, r, None), 0, 0], gmem[(None, r, None), 0, 0])
 
     @cute.jit
-    def write_output(self, math, mO, row, rows):
+    def write_output(self, tools, mO, row, rows):
         """Each warp passes its own 16 rows through shared memory, so that they leave in 16-byte pieces."""
-        thread, smem = afresh(math.thread), math.shared.out
-        rounded = cute.make_rmem_tensor_like(math.acc_O, self.dtype)
-        fa_utils.cvt_f16(math.acc_O, rounded)
+        thread, smem = afresh(tools.thread), tools.shared.out
+        rounded = cute.make_rmem_tensor_like(tools.acc_O, self.dtype)
+        fa_utils.cvt_f16(tools.acc_O, rounded)
         atom = fa_utils.get_smem_store_atom(90, self.dtype)
-        store = cute.make_tiled_copy_C(atom, math.mma_pv).get_slice(thread)
+        store = cute.make_tiled_copy_C(atom, tools.mma_pv).get_slice(thread)
         # The reads of the work item before must be over in every lane.
         cute.arch.sync_warp()
         cute.copy(atom, store.retile(rounded), store.partition_D(smem))
@@ -527,6 +557,13 @@ class ForwardSm90:
         return mma_pv.get_slice(thread).partition_C(self.tile_at(tensor, row))
 
 
+@cute.jit
+def release(pipe, state):
+    """One arrival for this warp, whose lanes have all read the stage."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(state.index))
+
+
 @lru_cache
 def compiled(dtype: torch.dtype, head_dim: int):
     """The compiled kernel, for tensors of any size and stride."""
@@ -536,7 +573,7 @@ def compiled(dtype: torch.dtype, head_dim: int):
     heads = sym()
     statistics = [make_fake_tensor(Float32, (heads, sym()), 1) for _ in range(3)]
     acc = make_fake_tensor(Float32, (sym(), sym(), head_dim), 4)
-    tables = [(8,), (2,), (2,), (2,), (128,), (128, 4)]
+    tables = [(8,), (4,), (2,), (128,), (128, 4)]
     lists = Lists(*(make_fake_tensor(Int32, (sym(), *shape), 1 if shape == (2,) else 4) for shape in tables))
     return cute.compile(
         ForwardSm90(element, CONFIGS[head_dim]),
@@ -562,7 +599,7 @@ def launch(
         out,
         lse,
         (state.acc, state.m, state.l),
-        (lists.items, lists.parts, lists.runs, lists.inner, lists.ranges, lists.bits),
-        scale,
+        (lists.items, lists.parts, lists.runs, lists.ranges, lists.bits),
+        scale * math.log2(math.e),
         min(sms, len(lists.items) * q.shape[1]),
     )

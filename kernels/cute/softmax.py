@@ -1,9 +1,7 @@
 """The online softmax of a computing thread's two rows of scores, 32 columns each.
 
-Written for what bounds it on Hopper: a warp computes its softmax alone on its quarter of the multiprocessor, so
-latency counts. Both rows advance together in independent chains, and the accumulator is rescaled only when it must be:
-the reference m that exponents are taken against may lag behind the largest score by up to 2⁸ in the weights, which
-keeps their relative precision (the conditional rescaling of FlashAttention-4; Zadouri et al., 2026).
+A warp computes its softmax alone on its quarter of the multiprocessor, so latency counts: both rows advance together,
+in independent chains of maxima and sums.
 """
 
 import math
@@ -12,14 +10,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Float32, const_expr
 from flash_attn.cute import utils as fa_utils
 from quack import layout_utils
 from quack.cute_dsl_utils import ParamsBase
 
-STYLE = "always"
-LAG = 0.0
-"""Largest exponent of 2 that a weight may reach before the reference follows the scores."""
+_CHAINS = 4
 
 
 @dataclass
@@ -28,9 +24,9 @@ class OnlineSoftmax(ParamsBase):
 
     Attributes:
         scale: softmax scale times log₂ e.
-        m: reference score of each row; −inf before the first key.
+        m: largest score of each row so far; −inf before the first key.
         l: sum of each row's weights over this thread's columns; complete after `reduce`.
-        decay: what the accumulator's rows were last asked to be multiplied by.
+        decay: what the last `advance` asks the accumulator's rows to be multiplied by.
     """
 
     scale: Float32
@@ -40,88 +36,48 @@ class OnlineSoftmax(ParamsBase):
 
     @staticmethod
     def create(scale: Float32) -> "OnlineSoftmax":
-        """For a softmax scale, uninitialised."""
-        return OnlineSoftmax(scale * Float32(math.log2(math.e)), *(cute.make_rmem_tensor(2, Float32) for _ in range(3)))
+        """For a softmax scale times log₂ e, uninitialised."""
+        return OnlineSoftmax(scale, *(cute.make_rmem_tensor(2, Float32) for _ in range(3)))
 
     def reset(self) -> None:
         """Rows that have seen nothing."""
         self.m.fill(-Float32.inf)
         self.l.fill(0.0)
-        self.decay.fill(1.0)
 
     @cute.jit
-    def advance(self, scores: cute.Tensor, chains: cutlass.Constexpr[int] = 4) -> Boolean:
-        """Fold in a tile of scores and turn them into weights.
-
-        Args:
-            scores: the tile's scores, −inf where nothing is computed.
-            chains: independent chains of maxima and sums in each row; fewer take fewer registers.
-
-        Returns:
-            Whether the accumulator must be rescaled (`rescale`); one answer for the warp.
-        """
+    def advance(self, scores: cute.Tensor) -> None:
+        """Fold in a tile of scores, −inf where nothing is computed, and turn them into weights."""
         scale, m, l, decay = self.scale, self.m, self.l, self.decay  # noqa: E741
         grid = layout_utils.reshape_acc_to_mn(scores)
         columns = const_expr(cute.size(grid, mode=[1]))
-        best = cute.make_rmem_tensor((2, chains), Float32)
+        best = cute.make_rmem_tensor((2, _CHAINS), Float32)
         for c in cutlass.range_constexpr(columns):
             for r in cutlass.range_constexpr(2):
-                if const_expr(c < chains):
+                if const_expr(c < _CHAINS):
                     best[r, c] = grid[r, c]
                 else:
-                    best[r, c % chains] = fa_utils.fmax(best[r, c % chains], grid[r, c])
+                    best[r, c % _CHAINS] = fa_utils.fmax(best[r, c % _CHAINS], grid[r, c])
         top = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            top[r] = best[r, 0]
-            for c in cutlass.range_constexpr(1, chains):
-                top[r] = fa_utils.fmax(top[r], best[r, c])
+            top[r] = fa_utils.fmax(fa_utils.fmax(best[r, 0], best[r, 1]), fa_utils.fmax(best[r, 2], best[r, 3]))
         for distance in cutlass.range_constexpr(1, 3):
             for r in cutlass.range_constexpr(2):
                 top[r] = fa_utils.fmax(top[r], cute.arch.shuffle_sync_bfly(top[r], distance))
-        if const_expr(STYLE == "branch"):
-            leads = Boolean(False)
-            for r in cutlass.range_constexpr(2):
-                # False for −inf over −inf; true for the first finite score.
-                leads |= (top[r] - m[r]) * scale > LAG
-            rescale = cute.arch.vote_any_sync(leads)
-            if rescale:
-                for r in cutlass.range_constexpr(2):
-                    lead = fa_utils.fmax(m[r], top[r])
-                    decay[r] = cute.math.exp2((m[r] - finite(lead)) * scale, fastmath=True)
-                    l[r] *= decay[r]
-                    m[r] = lead
-        else:
-            leads = Boolean(False)
-            for r in cutlass.range_constexpr(2):
-                lead = fa_utils.fmax(m[r], top[r])
-                leads |= lead > m[r]
-                decay[r] = cute.math.exp2((m[r] - finite(lead)) * scale, fastmath=True)
-                l[r] *= decay[r]
-                m[r] = lead
-            rescale = cute.arch.vote_any_sync(leads) if const_expr(STYLE == "hybrid") else Boolean(True)
+        for r in cutlass.range_constexpr(2):
+            lead = fa_utils.fmax(m[r], top[r])
+            decay[r] = cute.math.exp2((m[r] - finite(lead)) * scale, fastmath=True)
+            m[r] = lead
         reference = [finite(m[r]) * scale for r in range(2)]
-        sums = cute.make_rmem_tensor((2, chains), Float32)
+        sums = cute.make_rmem_tensor((2, _CHAINS), Float32)
         for c in cutlass.range_constexpr(columns):
             for r in cutlass.range_constexpr(2):
                 grid[r, c] = cute.math.exp2(grid[r, c] * scale - reference[r], fastmath=True)
-                if const_expr(c < chains):
+                if const_expr(c < _CHAINS):
                     sums[r, c] = grid[r, c]
                 else:
-                    sums[r, c % chains] += grid[r, c]
+                    sums[r, c % _CHAINS] += grid[r, c]
         for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(1, chains):
-                sums[r, 0] += sums[r, c]
-            l[r] += sums[r, 0]
-        return rescale
-
-    @cute.jit
-    def rescale(self, accumulator: cute.Tensor, needed: Boolean) -> None:
-        """Multiply the accumulator's rows by their decay, if ``needed``."""
-        if const_expr(STYLE == "always"):
-            scale_rows(accumulator, self.decay)
-        else:
-            if needed:
-                scale_rows(accumulator, self.decay)
+            l[r] = l[r] * decay[r] + ((sums[r, 0] + sums[r, 1]) + (sums[r, 2] + sums[r, 3]))
 
     @cute.jit
     def reduce(self) -> None:

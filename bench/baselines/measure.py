@@ -1,0 +1,80 @@
+"""Interleaved timing: every contender once, then all of them again, so that a drifting clock meets all alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], object]
+
+_CYCLES = 2_000_000_000
+"""Clock cycles of the GPU in a second, or somewhat more."""
+
+
+def interleave(contenders: Mapping[str, Sequence[Run]], repeats: int, warmup: int = 1) -> dict[str, float]:
+    """Median milliseconds of each contender.
+
+    Before a timed call the GPU idles for as long as the host takes to ask for it, so launches cost nothing.
+
+    Args:
+        contenders: by name, the same work on different buffers; repetitions take them by turns, so that what one
+            leaves in the L2 cache is not what the next reads.
+        repeats: timed calls of each contender.
+        warmup: calls of each contender on each of its buffers before that.
+    """
+    idle = {}
+    for name, runs in contenders.items():
+        for run in [*runs] * warmup:
+            run()
+        idle[name] = _host_seconds(runs[0])
+    clock = _device_clock if torch.cuda.is_available() else _host_clock
+    taken: dict[str, list[Callable[[], float]]] = {name: [] for name in contenders}
+    for repeat in range(repeats):
+        for name, runs in contenders.items():
+            taken[name].append(clock(runs[repeat % len(runs)], idle[name]))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return {name: median(read() for read in reads) for name, reads in taken.items()}
+
+
+def copy_bandwidth(device: torch.device, size: int = 1 << 31, repeats: int = 20) -> float:
+    """Bytes read plus bytes written per second by device copies of random data."""
+    buffers = [torch.randint(256, (size,), dtype=torch.uint8, device=device) for _ in range(2)]
+    target = torch.empty_like(buffers[0])
+    runs = [lambda source=source: target.copy_(source) for source in buffers]
+    return 2 * size / (interleave({"copy": runs}, repeats)["copy"] * 1e-3)
+
+
+def relative_error(x: Tensor, ref: Tensor) -> float:
+    """‖x − ref‖ / ‖ref‖ in float64; infinite if ``x`` is not finite where ``ref`` is."""
+    known = torch.isfinite(ref)
+    error = (x.double() - ref.double())[known].norm() / ref.double()[known].norm()
+    same = torch.equal(x[~known].double(), ref[~known].double())
+    return float(error) if same and bool(torch.isfinite(error)) else float("inf")
+
+
+def _host_seconds(run: Run) -> float:
+    """How long the host takes for a call; on a GPU, to ask for it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _device_clock(run: Run, idle: float) -> Callable[[], float]:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(1.5 * idle * _CYCLES))
+    start.record()
+    run()
+    stop.record()
+    return lambda: start.elapsed_time(stop)
+
+
+def _host_clock(run: Run, _idle: float) -> Callable[[], float]:
+    taken = _host_seconds(run) * 1e3
+    return lambda: taken

@@ -1,0 +1,271 @@
+"""The Hopper kernels on a GPU: as exact as the reference in the same precision, on whatever a call may ask."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from marble import AttentionShape, Layout, Mode, Span
+from marble.kernels import launch
+from marble.kernels.contract import Backend, Band, State, Tiles, Touch, Varlen, Work, move
+from marble.kernels.reference import ReferenceBackend
+from marble.kernels.rounded import PerStepRounding
+from marble.mask.storage import Storage
+from marble.mask.tiles import StoredMask
+from marble.testing.exactness import GATE, Problem, distributed, error_ratios, reference
+from marble.testing.layouts import planned_storage, stored_mask
+from marble.workloads import WORKLOADS, build
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+
+BLOCK = 128
+REFERENCE = ReferenceBackend()
+BOTH = Touch.FIRST | Touch.LAST
+each_dim = pytest.mark.parametrize("head_dim", [64, 128])
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+each_heads = pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)])
+
+
+@pytest.fixture
+def cute() -> Backend:
+    return launch.backend("cute")
+
+
+@pytest.fixture(autouse=True)
+def fresh_data() -> None:
+    torch.manual_seed(seed := time.time_ns() % 2**31)
+    print(f"seed {seed}")
+
+
+def whole(layout: Layout, window: int | None = None) -> Tiles:
+    """A layout's attention as one call."""
+    stored = stored_mask(planned_storage(layout, window), window)
+    everything = torch.arange(layout.tokens)
+    return stored.tiles(everything, everything, BLOCK)
+
+
+def scattered(queries: int, keys: int) -> Tiles:
+    """A mask without structure: most tiles take bits, and some rows and one query block see nothing."""
+    tokens = max(queries, keys)
+    layout = Layout.from_cu_seqlens([0, tokens])
+    user = {"a": torch.randint(0, 6, (tokens,)), "b": torch.randint(0, 6, (tokens,))}
+    user["a"][BLOCK : 2 * BLOCK] = 9
+    stored = StoredMask(Storage.natural(layout), lambda q, k: (q.a == k.b) | (q.a == k.a + 2), user=user)
+    return stored.tiles(torch.arange(queries), torch.arange(keys), BLOCK)
+
+
+def gappy() -> Layout:
+    """Padding, spans of one token and a sample that ends inside a block."""
+    text, full, noise, pad = Mode.CAUSAL, Mode.FULL, Mode.NOISE, Mode.PAD
+    return Layout(
+        (
+            (Span(text, 200), Span(full, 131), Span(text, 1), Span(full, 260)),
+            (Span(pad, 77),),
+            (Span(text, 3), Span(noise, 190), Span(full, 190), Span(text, 61)),
+        )
+    )
+
+
+CALLS = {
+    "causal": lambda: whole(Layout.from_cu_seqlens([0, 1000])),
+    "documents": lambda: whole(Layout.from_cu_seqlens([0, 137, 2178, 2267])),
+    "one_token": lambda: whole(Layout.from_cu_seqlens([0, 1])),
+    "length_257": lambda: whole(Layout.from_cu_seqlens([0, 257])),
+    "gappy": lambda: whole(gappy()),
+    "window": lambda: whole(Layout.from_cu_seqlens([0, 1300]), 200),
+    "group": lambda: whole(build("molmo_video", 2500, scale=WORKLOADS["molmo_video"].demo_scale)),
+    "noise": lambda: whole(build("bagel_mix", 2500, scale=WORKLOADS["bagel_mix"].demo_scale)),
+    "bits": lambda: scattered(700, 900),
+}
+
+
+class Inputs:
+    """Random inputs of a call. Keys and values are views of one buffer, as in the executor."""
+
+    def __init__(self, queries: int, keys: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+        self.scale = head_dim**-0.5
+        self.q, self.dout = (torch.randn(queries, heads[0], head_dim, device="cuda", dtype=dtype) for _ in range(2))
+        self.dout *= torch.linspace(0.5, 2, queries, device="cuda")[:, None, None]
+        self.k, self.v = torch.randn(keys, 2, heads[1], head_dim, device="cuda", dtype=dtype).unbind(1)
+
+
+def forward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp on NaN-poisoned buffers."""
+    out = torch.full_like(x.q, torch.nan, dtype=dtype)
+    lse = x.q.new_full(
+        (x.q.shape[1], len(x.q)), torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    )
+    backend.forward(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), work, None, out, lse, scale=x.scale)
+    return out, lse
+
+
+def backward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, added to ones, against the float64 output."""
+    exact, lse = forward(REFERENCE, x, work, torch.float64)
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    exact, lse = exact.nan_to_num(0.0), lse.nan_to_num(-torch.inf, neginf=-torch.inf).to(sums)
+    delta = backend.delta(exact.to(dtype), x.dout.to(dtype))
+    dq = torch.ones(x.q.shape, dtype=sums, device="cuda").transpose(0, 1)
+    dk, dv = (
+        part.transpose(0, 1) for part in torch.ones(len(x.k), 2, *x.k.shape[1:], dtype=sums, device="cuda").unbind(1)
+    )
+    args = (t.to(dtype) for t in (x.q, x.k, x.v, x.dout))
+    backend.backward(*args, lse, delta, work, dq, dk, dv, scale=x.scale)
+    return tuple(part - 1 for part in (dq, dk, dv))
+
+
+def error(x: Tensor, ref: Tensor) -> float:
+    return float((x.double() - ref).norm() / ref.norm())
+
+
+def inputs_of(tiles: Tiles, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Inputs:
+    return Inputs(tiles.query_rows, int((tiles.key_row + tiles.key_len).max()), heads, head_dim, dtype)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@each_dim
+@each_dtype
+@each_heads
+def test_one_call(cute: Backend, call: str, head_dim: int, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    tiles = CALLS[call]()
+    x, work = inputs_of(tiles, heads, head_dim, dtype), move(tiles, "cuda")
+    touched = (tiles.by_query.counts() > 0).repeat_interleave(BLOCK)[: len(x.q)].cuda()
+    (out, lse), (exact, exact_lse), (base, _) = (
+        forward(backend, x, work, kind)
+        for backend, kind in ((cute, dtype), (REFERENCE, torch.float64), (REFERENCE, dtype))
+    )
+    assert out[~touched].isnan().all(), "a query block without tiles was written"
+    assert lse[:, ~touched].isnan().all()
+    assert error(out[touched], exact[touched]) <= GATE * error(base[touched], exact[touched])
+    seen = exact_lse[:, touched].isfinite()
+    assert torch.equal(lse[:, touched].isfinite(), seen)
+    assert (lse[:, touched][~seen] == -torch.inf).all()
+    torch.testing.assert_close(lse[:, touched][seen].double(), exact_lse[:, touched][seen], rtol=0, atol=1e-5)
+    results = (
+        backward(backend, x, work, kind)
+        for backend, kind in ((cute, dtype), (REFERENCE, torch.float64), (REFERENCE, dtype))
+    )
+    for name, ours, ref, rounded in zip(("dq", "dk", "dv"), *results, strict=True):
+        # Added to ones in float32: a third of the error of rounding 1 + x belongs to the sum, not to the kernel.
+        assert error(ours, ref) <= GATE * error(rounded, ref) + 2e-6, name
+
+
+@each_dim
+@pytest.mark.parametrize("shards", [2, 3, 7])
+def test_state_carried_over_shards(cute: Backend, head_dim: int, shards: int) -> None:
+    """Calls over key shards, first and last touch by query block, are as exact as one call, with NaN in the state."""
+    tokens = 1500
+    layout = Layout.from_cu_seqlens([0, 700, tokens])
+    stored = stored_mask(planned_storage(layout, None), None)
+    rows = torch.arange(tokens)
+    x = Inputs(tokens, tokens, (4, 2), head_dim, torch.bfloat16)
+    parts = [stored.tiles(rows, cols, BLOCK) for cols in rows.tensor_split(shards)]
+    counts = torch.stack([part.by_query.counts() > 0 for part in parts]).int()
+    seen, left = counts.cumsum(0), counts.flip(0).cumsum(0).flip(0)
+    state = State.empty(4, tokens, head_dim, torch.float32, "cuda")
+    for tensor in (state.acc, state.m, state.l):
+        tensor.fill_(torch.nan)
+    out, lse = torch.full_like(x.q, torch.nan), torch.full((4, tokens), torch.nan, device="cuda")
+    start = 0
+    for part, first, last, cols in zip(parts, seen == 1, left == 1, rows.tensor_split(shards), strict=True):
+        touch = (first * int(Touch.FIRST) + last * int(Touch.LAST)).byte()
+        work = move(replace(part, touch=touch), "cuda")
+        keys = slice(start, start := start + len(cols))
+        cute.forward(x.q, x.k[keys], x.v[keys], work, state, out, lse, scale=x.scale)
+    one = move(whole(layout), "cuda")
+    exact, exact_lse = forward(REFERENCE, x, one, torch.float64)
+    single, _ = forward(cute, x, one, torch.bfloat16)
+    assert error(out, exact) <= GATE * error(single, exact)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+
+
+@each_dim
+@pytest.mark.parametrize("band", list(Band))
+def test_dense_sequences(cute: Backend, head_dim: int, band: Band) -> None:
+    """Unaligned, empty and one-row sequences; then the rest of the pairs in a second call with carried state."""
+    cu_q, cu_k = torch.tensor([0, 0, 0, 1023, 1024, 1500]), torch.tensor([0, 0, 1, 2046, 2303, 2303])
+    first = Varlen.from_cu_seqlens(cu_q, cu_k, band, Touch.FIRST)
+    rest = {Band.CAUSAL: Band.REVERSE_CAUSAL, Band.REVERSE_CAUSAL: Band.CAUSAL}.get(band)
+    x = Inputs(1500, 2303, (4, 2), head_dim, torch.bfloat16)
+    calls = [first] if rest is None else [first, Varlen.from_cu_seqlens(cu_q, cu_k, rest, Touch.LAST)]
+    calls[-1] = replace(calls[-1], touch=calls[-1].touch | int(Touch.LAST))
+    results = []
+    for backend, dtype in ((cute, torch.bfloat16), (REFERENCE, torch.float64), (REFERENCE, torch.bfloat16)):
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        state = State.empty(4, 1500, head_dim, sums, "cuda")
+        out, lse = torch.zeros_like(x.q, dtype=dtype), torch.full((4, 1500), -torch.inf, dtype=sums, device="cuda")
+        state.acc.fill_(0), state.m.fill_(-torch.inf), state.l.fill_(0)
+        for call in calls:
+            # Rows that see no key in the first call are begun here: the kernels leave them alone.
+            call = replace(call, touch=call.touch & ~int(Touch.FIRST)) if rest is not None else call
+            args = (t.to(dtype) for t in (x.q, x.k, x.v))
+            backend.forward(*args, move(call, "cuda"), state, out, lse, scale=x.scale)
+        dq, dk, dv = (
+            torch.zeros(n, rows, head_dim, dtype=sums, device="cuda") for n, rows in ((4, 1500), (2, 2303), (2, 2303))
+        )
+        delta = backend.delta(out, x.dout.to(dtype))
+        for call in calls:
+            args = (t.to(dtype) for t in (x.q, x.k, x.v, x.dout))
+            backend.backward(*args, lse, delta, move(call, "cuda"), dq, dk, dv, scale=x.scale)
+        results.append((out, dq, dk, dv))
+    for ours, ref, rounded in zip(*results, strict=True):
+        assert error(ours, ref) <= GATE * error(rounded, ref) + 1e-9
+
+
+@each_dim
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("name", "window"), [("bagel_mix", None), ("gemma_docs", 300), ("molmo_video", None)])
+def test_ring_degrees(cute: Backend, name: str, window: int | None, heads: tuple[int, int], head_dim: int) -> None:
+    """The error does not grow with the ring degree; rounding at every step fails the same gate."""
+    layout = build(name, 4099, scale=WORKLOADS[name].demo_scale)
+    problem = Problem.random(
+        layout, AttentionShape(*heads, head_dim, window), seed=time.time_ns() % 2**31, device="cuda"
+    )
+    ref, single = reference(problem), distributed(problem, problem.plan(1), backend=cute)
+    for ranks in (2, 4, 8, 16):
+        ratios = error_ratios(distributed(problem, problem.plan(ranks), backend=cute), single, ref)
+        assert max(ratios.values()) <= GATE, (ranks, ratios)
+    rounded = error_ratios(distributed(problem, problem.plan(8), backend=PerStepRounding(cute)), single, ref)
+    assert max(rounded.values()) > GATE
+
+
+def test_inputs_that_the_copy_engine_cannot_read(cute: Backend) -> None:
+    work = move(CALLS["causal"](), "cuda")
+    x = Inputs(1000, 1000, (4, 2), 64, torch.bfloat16)
+    expected, _ = forward(cute, x, work, torch.bfloat16)
+    for name in ("q", "k", "v"):
+        held = getattr(x, name)
+        odd = torch.empty(held.shape[0], held.shape[1], held.shape[2] + 1, device="cuda", dtype=held.dtype)[..., 1:]
+        setattr(x, name, odd.copy_(held))
+    assert torch.equal(forward(cute, x, work, torch.bfloat16)[0], expected)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 7.0])
+def test_scales(cute: Backend, scale: float) -> None:
+    work = move(CALLS["documents"](), "cuda")
+    x = Inputs(2267, 2267, (2, 1), 64, torch.bfloat16)
+    x.scale = scale
+    (out, _), (exact, _), (base, _) = (
+        forward(backend, x, work, kind)
+        for backend, kind in ((cute, torch.bfloat16), (REFERENCE, torch.float64), (REFERENCE, torch.bfloat16))
+    )
+    assert error(out, exact) <= GATE * error(base, exact)
+
+
+def test_offsets_beyond_31_bits(cute: Backend) -> None:
+    """The last document of a tensor with 2³¹ elements and more."""
+    tokens, heads = 2**17 + 200, 128
+    layout = Layout.from_cu_seqlens([*range(0, tokens - 200, 2**15), tokens - 200, tokens])
+    tiles = whole(layout)
+    last = slice(tokens - 200, tokens)
+    x = Inputs(tokens, tokens, (heads, heads), 128, torch.bfloat16)
+    out, _ = forward(cute, x, move(tiles, "cuda"), torch.bfloat16)
+    few = Inputs(200, 200, (heads, heads), 128, torch.bfloat16)
+    few.q, few.k, few.v = x.q[last], x.k[last], x.v[last]
+    small = move(whole(Layout.from_cu_seqlens([0, 200])), "cuda")
+    exact, _ = forward(REFERENCE, few, small, torch.float64)
+    base, _ = forward(REFERENCE, few, small, torch.bfloat16)
+    assert error(out[last], exact) <= GATE * error(base, exact)
