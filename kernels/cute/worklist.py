@@ -84,7 +84,15 @@ def _work_list(tiles: TileList, outer: Tensor, inner: Tensor, touch: Tensor) -> 
     columns = (outer[:, 0], outer[:, 1], tiles.part_ptr[:-1], parts, run_ptr[:-1], run_ptr.diff(), full, touch)
     chosen = inner[tiles.parts[:, 0].long()]
     resolved = torch.stack([chosen[:, 0], tiles.parts[:, 1], chosen[:, 1], torch.zeros_like(chosen[:, 0])], 1)
-    return WorkList(_items(columns), resolved, torch.stack([row, blocks], 1).int(), tiles.ranges, tiles.bits)
+    return WorkList(
+        _items(columns), resolved, torch.stack([row, blocks], 1).int(), _dense(tiles.ranges), _dense(tiles.bits)
+    )
+
+
+def _dense(table: Tensor) -> Tensor:
+    """``table`` with the strides of a fresh tensor, which `Tensor.contiguous` does not promise for sizes 0 and 1."""
+    fresh = torch.empty_like(table, memory_format=torch.contiguous_format)
+    return table if table.stride() == fresh.stride() else fresh.copy_(table)
 
 
 def _items(columns: tuple[Tensor, ...]) -> Tensor:
