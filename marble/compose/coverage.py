@@ -11,7 +11,6 @@ from marble.compose.schedule import Call
 from marble.kernels.contract import Band, Tiles, Varlen
 from marble.kernels.predicates import covered
 
-
 NOTHING, CLEARED = -1, -2
 WHAT = ("kv", "q", "dout", "lse", "delta", "out")
 """What a row may hold of a token and a head."""

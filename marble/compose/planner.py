@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 from marble.compose.schedule import Schedule
 from marble.compose.schedules.fetch import all_gather, sparse_a2a
 from marble.compose.schedules.ring import ring
+from marble.compose.schedules.ulysses import HeadSplit
+from marble.compose.schedules.ulysses import ulysses as split_heads
 from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
@@ -91,6 +95,7 @@ class Plan:
             one.
         rank: this process's rank, or None if it runs all ranks (virtual ranks).
         block: rows of a tile's block.
+        ulysses: how many neighbouring ranks share the heads of their tokens; 1 if none do.
         masks: per layer, the mask over the stored tokens; None once the plan has been pickled.
     """
 
@@ -100,6 +105,7 @@ class Plan:
     schedules: tuple[Mapping[int, Schedule], ...]
     rank: int | None
     block: int
+    ulysses: int = 1
     masks: tuple[StoredMask, ...] | None = None
 
     @property
@@ -116,6 +122,20 @@ class Plan:
     def local_tokens(self) -> int:
         """Tokens that this process holds: its rank's, or all of them with virtual ranks."""
         return self.tokens if self.rank is None else self.order.lengths[self.rank]
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks without work: none of the ranks that they share heads with has a token."""
+        groups = [sum(self.order.lengths[rank : rank + self.ulysses]) for rank in range(0, self.world, self.ulysses)]
+        return tuple(rank for rank in range(self.world) if not groups[rank // self.ulysses])
+
+    def __str__(self) -> str:
+        """One line: tokens, ranks, order and schedules, and who stays idle."""
+        ranks = f"{self.world} ranks" if self.ulysses == 1 else f"{self.world // self.ulysses} × {self.ulysses} ranks"
+        kinds = Counter(self.names)
+        layers = ", ".join(name if len(kinds) == 1 else f"{name} × {count}" for name, count in kinds.items())
+        idle = f"; ranks {list(self.idle)} have no work" if self.idle else ""
+        return f"plan of {self.tokens} tokens on {ranks}, order {self.order.name}, schedule {layers}{idle}"
 
     @cached_property
     def index(self) -> Tensor:
@@ -183,7 +203,7 @@ class Plan:
     @cached_property
     def digest(self) -> Tensor:
         """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
-        described = repr((self.order.name, self.world, self.block, self.layers, self.names)).encode()
+        described = repr((self.order.name, self.world, self.ulysses, self.block, self.layers, self.names)).encode()
         parts = (self.order.pieces, self.order.storage.span_order, *vars(self.order.storage.layout.table).values())
         sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
         return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
@@ -240,6 +260,7 @@ def plan(
     group: dist.ProcessGroup | None = None,
     schedule: str | Sequence[str] = "ring",
     order: str | None = None,
+    ulysses: int = 1,
     block: int = MAX_BLOCK,
     mask: MaskFn | None = None,
     tracks: Mapping[str, Tensor] | None = None,
@@ -258,6 +279,9 @@ def plan(
         order: how tokens are dealt to ranks: ``ptrr`` (even work in every ring step), ``balanced_samples`` (whole
             samples, even work and even tokens) or ``contiguous``. By default ``ptrr`` if a layer is a ring, else
             ``balanced_samples``.
+        ulysses: ranks that share the heads of their tokens: groups of so many neighbouring ranks exchange tokens for
+            heads before and after attention, and the schedule runs between the groups. It divides the number of ranks
+            and every layer's query heads; key/value heads are copied where it does not divide those.
         block: tokens of a tile's block, 1 to 128. Small blocks let short sequences spread over many ranks.
         mask: a mask of one's own, ``mask(q, k)`` over token tracks (see `marble.mask.algebra`), instead of the
             layout's modes. Padding stays invisible.
@@ -271,23 +295,23 @@ def plan(
     # A device context slows every call down, so it is entered only where the caller has another default device.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
-        return _plan(layout, layers, ranks, rank, group, schedule, order, block, mask, tracks)
+        return _plan(layout, layers, _resolve_ranks(ranks, rank, group), schedule, order, ulysses, block, mask, tracks)
 
 
 def _plan(
     layout: Layout,
     layers: AttentionShape | Sequence[AttentionShape],
-    ranks: int | None,
-    rank: int | None,
-    group: dist.ProcessGroup | None,
+    ranks: tuple[int, int | None],
     schedule: str | Sequence[str],
     order: str | None,
+    ulysses: int,
     block: int,
     mask: MaskFn | None,
     tracks: Mapping[str, Tensor] | None,
 ) -> Plan:
     layers = (layers,) if isinstance(layers, AttentionShape) else _as_layers(layers)
-    world, rank = _resolve_ranks(ranks, rank, group)
+    world, rank = ranks
+    _check_degree(ulysses := as_int(ulysses, "ulysses"), world, layers)
     block = as_int(block, "block")
     if not 1 <= block <= MAX_BLOCK:
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
@@ -299,23 +323,62 @@ def _plan(
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
     masks = _stored_masks(layout, layers, mask, tracks)
-    dealt = ORDERS[order](masks, world, block)
-    idle = [other for other, length in enumerate(dealt.lengths) if length == 0]
-    if idle:
+    groups = ORDERS[order](masks, world // ulysses, block)
+    dealt = groups if ulysses == 1 else groups.split(ulysses)
+    schedules = _build(groups, dealt, layers, names, masks, range(world) if rank is None else (rank,), block)
+    planned = Plan(dealt, layers, names, schedules, rank, block, ulysses, masks)
+    if planned.idle:
         warnings.warn(
-            f"marble.plan: ranks {idle} get no tokens ({layout.tokens} tokens in blocks of {block} on {world} ranks)",
+            f"marble.plan: ranks {list(planned.idle)} get no tokens ({layout.tokens} tokens in blocks of {block} on "
+            f"{world} ranks)",
             stacklevel=3,
         )
-    mine = range(world) if rank is None else (rank,)
+    return planned
+
+
+def _build(
+    groups: TokenOrder,
+    order: TokenOrder,
+    layers: Sequence[AttentionShape],
+    names: Sequence[str],
+    masks: Sequence[StoredMask],
+    ranks: Sequence[int],
+    block: int,
+) -> tuple[Mapping[int, Schedule], ...]:
+    """Per layer the schedules of some ranks; layers that are alike share theirs, and so do the ranks of a group."""
+    degree = order.world // groups.world
     built: dict[tuple[str, int, int, int], Mapping[int, Schedule]] = {}
-    schedules = []
-    for shape, stored, name in zip(layers, masks, names, strict=True):
-        key = (name, id(stored), shape.heads, shape.kv_heads)
+    found = []
+    for shape, mask, name in zip(layers, masks, names, strict=True):
+        key = (name, id(mask), shape.heads, shape.kv_heads)
         if key not in built:
-            build = SCHEDULES[name]
-            built[key] = {other: build(dealt, stored, other, block, shape.heads, shape.kv_heads) for other in mine}
-        schedules.append(built[key])
-    return Plan(dealt, layers, names, tuple(schedules), rank, block, masks)
+            split = HeadSplit(shape.heads, shape.kv_heads, degree)
+            inner = {
+                group: SCHEDULES[name](groups, mask, group, block, split.inner_heads, split.inner_kv_heads)
+                for group in sorted({rank // degree for rank in ranks})
+            }
+            if degree > 1:
+                built[key] = {rank: split_heads(inner[rank // degree], rank, order.lengths, split) for rank in ranks}
+            else:
+                built[key] = inner
+        found.append(built[key])
+    return tuple(found)
+
+
+def _check_degree(degree: int, world: int, layers: Sequence[AttentionShape]) -> None:
+    if degree < 1:
+        raise ValueError(f"ulysses: must be at least 1, got {degree}")
+    shared = gcd(world, *(shape.heads for shape in layers))
+    fits = [other for other in range(1, shared + 1) if not shared % other]
+    nearest = min(fits, key=lambda other: (abs(other - degree), -other))
+    if world % degree:
+        raise ValueError(f"ulysses: {degree} does not divide {world} ranks; the nearest degree that works is {nearest}")
+    for index, shape in enumerate(layers):
+        if shape.heads % degree:
+            raise ValueError(
+                f"ulysses: {degree} ranks cannot share the {shape.heads} query heads of layer {index} evenly; the "
+                f"nearest degree that works is {nearest}"
+            )
 
 
 def _resolve_schedules(schedule: str | Sequence[str], layers: int) -> tuple[str, ...]:
