@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -17,70 +17,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marble.compose.schedule import Schedule
+from marble.compose.schedules.chunked import chunked
 from marble.compose.schedules.fetch import all_gather, sparse_a2a
 from marble.compose.schedules.ring import ring
 from marble.compose.schedules.ulysses import HeadSplit
 from marble.compose.schedules.ulysses import ulysses as split_heads
+from marble.compose.shape import AttentionShape
 from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.domains import probe
 from marble.mask.modes import not_padding, packed_mask
+from marble.mask.pieces import NotDenseError
 from marble.mask.ranges import VisibleRanges
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.mask.tracks import Tracks
 from marble.order.balanced_samples import balanced_samples
+from marble.order.chunks import chunk_order
 from marble.order.contiguous import contiguous
 from marble.order.ptrr import ptrr
 from marble.order.set_apart import set_apart
 from marble.order.token_order import TokenOrder
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The attention of one layer.
-
-    Args:
-        heads: query heads.
-        kv_heads: key/value heads; they divide ``heads``. Equal numbers are multi-head attention.
-        head_dim: size of a head.
-        window: last tokens that a query sees, itself included; None for a global layer. Bidirectional spans are seen
-            whole whatever the window.
-        scale: softmax scale > 0; by default ``head_dim ** -0.5``.
-
-    Raises:
-        TypeError, ValueError: if a number is not what it must be.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-    scale: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "head_dim", "window"):
-            value = getattr(self, name)
-            if value is None and name == "window":
-                continue
-            if as_int(value, f"AttentionShape.{name}") < 1:
-                hint = "; a global layer has window=None" if name == "window" else ""
-                raise ValueError(f"AttentionShape.{name}: must be at least 1, got {value}{hint}")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"AttentionShape.kv_heads: {self.kv_heads} key/value heads do not divide {self.heads} query heads"
-            )
-        if self.scale is not None:
-            if isinstance(self.scale, bool) or not isinstance(self.scale, int | float):
-                raise TypeError(f"AttentionShape.scale: expected a number, got {type(self.scale).__name__}")
-            if not 0 < self.scale < float("inf"):
-                raise ValueError(f"AttentionShape.scale: must be positive and finite, got {self.scale}")
-
-    @property
-    def softmax_scale(self) -> float:
-        """The scale that multiplies q · k."""
-        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,9 +233,11 @@ def plan(
         group: a process group, instead of ``ranks`` and ``rank``.
         schedule: what moves between ranks, for all layers or one name per layer: ``ring`` (every shard visits every
             rank), ``sparse_a2a`` (each rank fetches the key blocks that its queries see; on a window layer, the last
-            window) or ``all_gather`` (every rank fetches every key; a baseline).
-        order: how tokens are dealt to ranks: ``ptrr`` (even work in every ring step), ``balanced_samples`` (whole
-            samples, even work and even tokens) or ``contiguous``. By default ``ptrr`` if a layer is a ring, else
+            window), ``chunked`` (a ring of a few dense calls per step, for long bidirectional spans) or ``all_gather``
+            (every rank fetches every key; a baseline).
+        order: how tokens are dealt to ranks: ``ptrr`` (even work in every ring step), ``chunks`` (large contiguous
+            chunks, even work in every step), ``balanced_samples`` (whole samples, even work and even tokens) or
+            ``contiguous``. By default ``chunks`` if a layer is chunked, else ``ptrr`` if one is a ring, else
             ``balanced_samples``.
         ulysses: ranks that share the heads of their tokens: groups of so many neighbouring ranks exchange tokens for
             heads before and after attention, and the schedule runs between the groups. It divides the number of ranks
@@ -317,13 +277,18 @@ def _plan(
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
     names = _resolve_schedules(schedule, len(layers))
     if order is None:
-        order = "ptrr" if "ring" in names else "balanced_samples"
+        order = "chunks" if "chunked" in names else "ptrr" if "ring" in names else "balanced_samples"
     if not isinstance(order, str):
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
     masks = _stored_masks(layout, layers, mask, tracks)
-    groups = ORDERS[order](masks, world // ulysses, block)
+    try:
+        groups = ORDERS[order](masks, world // ulysses, block)
+    except NotDenseError as error:
+        if "chunked" in names:
+            raise ValueError(f"schedule: layer {names.index('chunked')} cannot be 'chunked': {error}") from None
+        raise ValueError(f"order: {order!r} needs a mask that dense calls can express, but {error}") from None
     dealt = groups if ulysses == 1 else groups.split(ulysses)
     schedules = _build(groups, dealt, layers, names, masks, range(world) if rank is None else (rank,), block)
     planned = Plan(dealt, layers, names, schedules, rank, block, ulysses, masks)
@@ -353,10 +318,13 @@ def _build(
         key = (name, id(mask), shape.heads, shape.kv_heads)
         if key not in built:
             split = HeadSplit(shape.heads, shape.kv_heads, degree)
-            inner = {
-                group: SCHEDULES[name](groups, mask, group, block, split.inner_heads, split.inner_kv_heads)
-                for group in sorted({rank // degree for rank in ranks})
-            }
+            try:
+                inner = {
+                    group: SCHEDULES[name](groups, mask, group, block, split.inner_heads, split.inner_kv_heads)
+                    for group in sorted({rank // degree for rank in ranks})
+                }
+            except NotDenseError as error:
+                raise ValueError(f"schedule: layer {len(found)} cannot be {name!r}: {error}") from None
             if degree > 1:
                 built[key] = {rank: split_heads(inner[rank // degree], rank, order.lengths, split) for rank in ranks}
             else:
@@ -468,8 +436,17 @@ def _deal_balanced_samples(masks: Sequence[StoredMask], world: int, block: int) 
     return TokenOrder("balanced_samples", storage, world, pieces)
 
 
+def _deal_chunks(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
+    """By the first mask that dense calls can express: all global layers share one."""
+    for mask in masks[1:]:
+        with suppress(NotDenseError):
+            return chunk_order(mask, world, block)
+    return chunk_order(masks[0], world, block)
+
+
 ORDERS: Mapping[str, Callable[[Sequence[StoredMask], int, int], TokenOrder]] = {
     "ptrr": _deal_ptrr,
+    "chunks": _deal_chunks,
     "balanced_samples": _deal_balanced_samples,
     "contiguous": _deal_contiguous,
 }
@@ -477,5 +454,6 @@ ORDERS: Mapping[str, Callable[[Sequence[StoredMask], int, int], TokenOrder]] = {
 SCHEDULES: Mapping[str, Callable[[TokenOrder, StoredMask, int, int, int, int], Schedule]] = {
     "ring": ring,
     "sparse_a2a": sparse_a2a,
+    "chunked": chunked,
     "all_gather": all_gather,
 }

@@ -50,7 +50,7 @@ class TokenOrder:
         and following. Parts differ by one token at most."""
         pieces = []
         for rank, length in enumerate(self.lengths):
-            start, stop, _ = self.pieces[self.pieces[:, 2] == rank].T
+            start, stop = self.segments(rank).T.contiguous()
             row = (stop - start).cumsum(0) - (stop - start)  # of each piece's first token among the rank's
             cuts = torch.arange(parts) * length // parts
             first = torch.unique(torch.cat([row, cuts[cuts < length]]))
@@ -62,9 +62,13 @@ class TokenOrder:
         joined = torch.cat(pieces)
         return TokenOrder(self.name, self.storage, self.world * parts, joined[torch.argsort(joined[:, 0])])
 
+    def segments(self, rank: int) -> Tensor:
+        """A rank's pieces, int64 [its pieces, 2] of (first storage position, one past the last), rising."""
+        return self.pieces[self.pieces[:, 2] == rank, :2]
+
     def shard(self, rank: int) -> Tensor:
         """Storage positions of a rank's tokens, int64 [its tokens]."""
-        start, stop, _ = self.pieces[self.pieces[:, 2] == rank].T
+        start, stop = self.segments(rank).T.contiguous()
         length = stop - start
         first = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
         return first + torch.arange(len(first))
