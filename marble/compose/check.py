@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -70,9 +71,11 @@ def check(schedules: Sequence[Schedule], order: TokenOrder, mask: StoredMask) ->
     shards = [order.shard(rank) for rank in range(world)]
     if any(schedule.tokens != order.lengths for schedule in schedules):
         raise ScheduleError("check: the schedules were built for another token order")
-    forward = _Walk([schedule.forward for schedule in schedules], shards, mask, "forward")
+    # Both passes, and ranks that share heads, often make calls over the same tiles: count their pairs once.
+    counts = _Counts({})
+    forward = _Walk([schedule.forward for schedule in schedules], shards, mask, "forward", counts)
     forward.run()
-    _Walk([schedule.backward for schedule in schedules], shards, mask, "backward").run()
+    _Walk([schedule.backward for schedule in schedules], shards, mask, "backward", counts).run()
     return Report(forward.pairs, forward.received, forward.unused)
 
 
@@ -89,6 +92,26 @@ class _Computed:
     heads: Tensor
     keys: Tensor
     key_heads: Tensor
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """How often calls compute each pair of their query and key rows, by what they are made of."""
+
+    known: dict[tuple[int, ...], Tensor]
+
+    def of(self, made: _Computed) -> Tensor:
+        """int32 [query rows, key rows]; raises a ValueError as `covered_pairs`."""
+        work = made.call.work
+        if isinstance(work, Tiles):
+            parts: tuple[object, ...] = (work.by_query, work.by_key, work.key_row, work.key_len)
+        else:
+            parts = (work.queries, work.keys)
+        band = -1 if isinstance(work, Tiles) else int(work.band)
+        key = (*map(id, parts), band, made.queries, len(made.keys))
+        if key not in self.known:
+            self.known[key] = covered_pairs(made.call, made.queries, len(made.keys))
+        return self.known[key]
 
 
 class _Rank:
@@ -110,8 +133,8 @@ class _Rank:
 
 
 class _Walk:
-    def __init__(self, passes: list[Pass], shards: list[Tensor], mask: StoredMask, name: str) -> None:
-        self.passes, self.shards, self.mask, self.name = passes, shards, mask, name
+    def __init__(self, passes: list[Pass], shards: list[Tensor], mask: StoredMask, name: str, counts: _Counts) -> None:
+        self.passes, self.shards, self.mask, self.name, self.counts = passes, shards, mask, name, counts
         home, home_kv = ({which.buffers_by_name[part].heads for which in passes} for part in ("q", "kv"))
         if len(home) != 1 or len(home_kv) != 1 or max(home) % max(home_kv):
             raise ScheduleError(f"{name}: ranks have different numbers of heads, {sorted(home)} and {sorted(home_kv)}")
@@ -170,7 +193,7 @@ class _Walk:
             else:
                 self.at_home(rank)
 
-    def fail(self, rank: int, problem: str) -> None:
+    def fail(self, rank: int, problem: str) -> NoReturn:
         raise ScheduleError(f"{self.where}, rank {rank}: {problem}")
 
     def meet(self, current: list[Step]) -> None:
@@ -308,7 +331,6 @@ class _Walk:
         found = self.codes.read(content, "q")
         if found is None:
             self.fail(rank, f"a call takes queries from {call.q!r}, which holds something else")
-        assert found is not None
         tokens, heads = found
         if len(heads.unique()) < len(heads):
             self.fail(rank, f"{call.q!r} holds the heads {heads.tolist()}, one of them twice")
@@ -320,7 +342,6 @@ class _Walk:
         read = self.codes.read(keys[used], "kv") if self.part(state.ready, call.kv)[used].all() else None
         if read is None:
             self.fail(rank, f"{call.kv} is read where it holds no keys")
-        assert read is not None
         key_tokens = torch.full((len(used),), NOTHING)
         key_tokens[used] = read[0]
         share, rest = divmod(len(heads), len(read[1]))
@@ -353,7 +374,6 @@ class _Walk:
         state, call, rows = self.ranks[rank], made.call, made.rows
         if call.dkv is None or len(call.dkv) != len(call.kv):
             self.fail(rank, "a backward call needs as many gradient rows as key rows")
-            return
         content, shares = self.part(state.content, call.dkv), self.part(state.shares, call.dkv)
         if content.shape[1] != len(made.key_heads):
             self.fail(rank, "a backward call needs as many gradient heads as key/value heads")
@@ -441,7 +461,10 @@ class _Walk:
         for made in self.computed:
             here = place[made.tokens] != NOTHING
             if here.any():
-                count = self.pairs_of(rank, made)[made.rows[here]]
+                try:
+                    count = self.counts.of(made)[made.rows[here]]
+                except ValueError as error:
+                    self.fail(rank, str(error))
                 used = count.any(0)
                 parts.append((made.heads.tolist(), place[made.tokens[here]], made.keys[used], count[:, used]))
         seen = torch.zeros(len(shard), dtype=torch.bool)
@@ -462,14 +485,6 @@ class _Walk:
                     missing, extra = int((legal & (found == 0)).sum()), int((~legal & (found > 0)).sum())
                     self.fail(rank, f"{missing} legal pairs are not computed, {extra} illegal ones are")
         return seen
-
-    def pairs_of(self, rank: int, made: _Computed) -> Tensor:
-        """How often a call computes each pair of its query and key rows."""
-        try:
-            return covered_pairs(made.call, made.queries, len(made.keys))
-        except ValueError as error:
-            self.fail(rank, str(error))
-            raise
 
     @staticmethod
     def part(columns: dict[str, Tensor], rows: Rows) -> Tensor:

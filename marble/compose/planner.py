@@ -313,7 +313,7 @@ def _build(
     """Per layer the schedules of some ranks; layers that are alike share theirs, and so do the ranks of a group."""
     degree = order.world // groups.world
     built: dict[tuple[str, int, int, int], Mapping[int, Schedule]] = {}
-    found = []
+    found: list[Mapping[int, Schedule]] = []
     for shape, mask, name in zip(layers, masks, names, strict=True):
         key = (name, id(mask), shape.heads, shape.kv_heads)
         if key not in built:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ RANGE_COST = 2.0**19
 """τ in pairs: half a tile of queries, what a range's ragged end wastes, against 8k keys. Not fitted to kernels yet."""
 _ROUNDS, _SWAPS = 120, 64
 """Rounds of refinement at most, and swaps that are tried in each."""
+_PROMISING = 1.1
+"""Cost, over that of the best number of chunks, up to which another number is refined too."""
 _PATIENCE = 20
 """Rounds without a better swap after which refinement ends."""
 
@@ -51,9 +54,9 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
     """Choose the number of chunks per rank, 1, 2, 4, … 64, and deal them.
 
     Each number is dealt by PTRR's rule (rounds, every other one reversed), once in order of work and once in sequence
-    order. The better one of the two most promising numbers is refined: chunks of two ranks are swapped as long as that
-    lowers the sum of the slowest steps. Swaps are drawn at random from the ranks that others wait for, with a fixed
-    seed, so every rank finds the same.
+    order. The best number is refined, and so is the next if it is close: chunks of two ranks are swapped as long as
+    that lowers the sum of the slowest steps. Swaps are drawn at random, from the ranks that others wait for and with a
+    fixed seed, so that every rank finds the same.
 
     Args:
         mask: the mask over the stored tokens; dense calls must be able to express it.
@@ -72,7 +75,8 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
     mean = float(work.sum()) / ranks
     starts = []
     while True:
-        best = min((_Dealt.of(work, rank, ranks) for rank in _dealt(work, ranks)), key=lambda dealt: dealt.cost)
+        turned = np.ascontiguousarray(work.T)
+        best = min((_Dealt(work, turned, rank, ranks) for rank in _dealt(work, ranks)), key=lambda dealt: dealt.cost)
         starts.append((best.cost + tau * ranks * per_rank, per_rank, best))
         if per_rank == 1:
             break
@@ -80,8 +84,8 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
         work = work.reshape(ranks * per_rank, 2, ranks * per_rank, 2).sum((1, 3))
     starts.sort(key=lambda start: start[:2])
     found = []
-    for _, per_rank, dealt in starts[: 2 if refine else 1]:
-        if refine:
+    for cost, per_rank, dealt in starts[: 2 if refine else 1]:
+        if refine and cost <= _PROMISING * starts[0][0]:
             dealt.refine()
         found.append((dealt.cost + tau * ranks * per_rank, per_rank, dealt.rank))
     cost, _, rank = min(found, key=lambda each: each[:2])
@@ -125,13 +129,15 @@ def pair_work(mask: StoredMask, count: int) -> Array:
     rows, first = (pieces.stop - pieces.start).numpy(), pieces.first.numpy()
     # A piece that sees one more key from query to query sees a triangle of itself, and all before it.
     grows = (pieces.last != pieces.first).any(1).numpy()
-    triangle = np.where(grows, rows * (rows - 1) // 2, 0)
+    triangle = np.where(grows, rows * (rows - 1) / 2, 0)
     fresh = np.append(True, chunk[1:] != chunk[:-1])
     low, owner = segments[:, 0].numpy()[fresh], chunk[fresh]
     high = np.append(low[1:], mask.storage.layout.tokens)
     # A range of visible keys begins to count at lo and ends at hi, each inside some stretch.
     edge, sign = first.T.ravel(), np.repeat(np.tile([1.0, -1.0], 2), len(rows))
     number, query = sign * np.tile(rows, 4), np.tile(chunk, 4)
+    some = np.repeat(first[:, [0, 2]] < first[:, [1, 3]], 2, axis=1).T.ravel()
+    edge, number, query = edge[some], number[some], query[some]
     stretch = np.searchsorted(low, edge, side="right") - 1
     begin, end = np.full(count, len(low)), np.full(count, -1)
     np.minimum.at(begin, query, stretch)
@@ -144,7 +150,8 @@ def pair_work(mask: StoredMask, count: int) -> Array:
     of = np.repeat(np.arange(count), width)
     over = np.minimum(np.arange(total) - offset[of] + begin[of], len(low) - 1)
     pairs = np.bincount(of * count + owner[over], inside + whole * (high - low)[over], count * count)
-    return (pairs + np.bincount(chunk * (count + 1), triangle, count * count)).reshape(count, count)
+    own = np.bincount(chunk * (count + 1), triangle, count * count)
+    return np.asarray(pairs + own, dtype=np.float64).reshape(count, count)
 
 
 def _dealt(work: Array, ranks: int) -> Iterator[Index]:
@@ -158,23 +165,27 @@ def _dealt(work: Array, ranks: int) -> Iterator[Index]:
 
 
 class _Dealt:
-    """Chunks with their ranks, and the sums that tell what a swap would change.
+    """Chunks with their ranks, equally many each, and the sums that tell what a swap would change.
 
-    ``queries`` [chunks, ranks] is the work of a chunk's queries on the keys of each rank, ``keys`` [ranks, chunks] that
-    of each rank's queries on a chunk's keys, ``between`` [ranks, ranks] that of one rank's queries on another's keys.
+    ``turned`` is ``work`` with rows and columns exchanged. ``queries`` [ranks, chunks] is the work of a chunk's queries
+    on the keys of each rank, ``keys`` [ranks, chunks] that of each rank's queries on a chunk's keys, and ``between``
+    [ranks, ranks] that of one rank's queries on another's keys.
     """
 
-    def __init__(self, work: Array, rank: Index, between: Array, queries: Array, keys: Array) -> None:
-        self.work, self.rank, self.between, self.queries, self.keys = work, rank, between, queries, keys
-        ranks = np.arange(len(between))
+    def __init__(self, work: Array, turned: Array, rank: Index, ranks: int) -> None:
+        self.work, self.rank, self.turned = work, rank, turned
+        # Sums, not products with a one-hot matrix: a threaded BLAS is slower for matrices this thin.
+        self.by_rank = np.argsort(rank, kind="stable").reshape(ranks, -1)
+        self.queries = turned[self.by_rank].sum(1)
+        self.between = self.queries[:, self.by_rank].sum(2).T
         # Rank r computes on the keys of rank r − s in step s.
-        self.step = ranks * len(between) + (ranks - ranks[:, None]) % len(between)
+        order = np.arange(ranks)
+        self.step = order * ranks + (order - order[:, None]) % ranks
 
-    @classmethod
-    def of(cls, work: Array, rank: Index, ranks: int) -> _Dealt:
-        member = np.eye(ranks)[rank]
-        queries = work @ member
-        return cls(work, rank, member.T @ queries, queries, member.T @ work)
+    @cached_property
+    def keys(self) -> Array:
+        """See above; only refinement needs it."""
+        return self.work[self.by_rank].sum(1)
 
     @property
     def cost(self) -> float:
@@ -207,9 +218,7 @@ class _Dealt:
         step = draw.choice(len(steps), _SWAPS, p=excess / excess.sum())
         by_query = draw.random(_SWAPS) < 0.5
         rank = np.where(by_query, slowest[step], (slowest[step] - step) % len(steps))
-        count = np.bincount(self.rank, minlength=len(steps))
-        first = count.cumsum() - count
-        one = np.argsort(self.rank, kind="stable")[first[rank] + (draw.random(_SWAPS) * count[rank]).astype(np.int64)]
+        one = self.by_rank[rank, draw.integers(self.by_rank.shape[1], size=_SWAPS)]
         other = draw.integers(len(self.rank), size=_SWAPS)
         apart = self.rank[one] != self.rank[other]
         return one[apart], other[apart]
@@ -223,7 +232,7 @@ class _Dealt:
         work = self.work
         both = work[one, one] - work[one, other] - work[other, one] + work[other, other]
         half = 0.5 * both[:, None] * change
-        rows = self.queries[one] - self.queries[other] + half
+        rows = (self.queries[:, one] - self.queries[:, other]).T + half
         columns = (self.keys[:, one] - self.keys[:, other]).T + half
         return self.between + change[:, :, None] * rows[:, None] + columns[:, :, None] * change[:, None]
 
@@ -231,6 +240,8 @@ class _Dealt:
         to, back = self.rank[other], self.rank[one]
         self.between = between
         self.rank[one], self.rank[other] = to, back
+        places = self.by_rank[back] == one, self.by_rank[to] == other
+        self.by_rank[back, places[0]], self.by_rank[to, places[1]] = other, one
         for rank, sign in ((to, 1), (back, -1)):
-            self.queries[:, rank] += sign * (self.work[:, one] - self.work[:, other])
+            self.queries[rank] += sign * (self.turned[one] - self.turned[other])
             self.keys[rank] += sign * (self.work[one] - self.work[other])
