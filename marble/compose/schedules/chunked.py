@@ -1,7 +1,7 @@
 """The chunked ring: every step of a ring as a few dense varlen calls.
 
-A rank's rows of one sample are in sequence order, text and clean spans first, noise (or group) spans behind. So on the
-rank's own keys one causal call covers the clean rows of a sample, all its chunks together, and reverse-causal calls add
+A rank's rows of one sample are in sequence order, text and clean spans first, noise (or group) spans behind. So on its
+own keys one causal sequence covers the clean rows of a sample, all its chunks together, and reverse-causal ones add
 what bidirectional spans see of themselves; on another rank's keys, the queries of a chunk see a prefix of that rank's
 clean rows, one full sequence. A span that crosses a chunk border sees a few keys more of the rank that holds the rest.
 Spans set apart take one full sequence over the clean rows before them, and one over their own rows.
@@ -36,7 +36,11 @@ def chunked(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: i
         NotDenseError: if dense calls cannot express the mask: sliding windows, interleaved groups, masks of one's own.
     """
     mine = dense_pieces(mask, order.segments(rank))
-    steps = [_cover(mine, order.segments(source), own=source == rank) for source in sources(rank, order.world)]
+    remote = [_remote(mine, order.segments(source)) for source in sources(rank, order.world)[1:]]
+    later = torch.zeros(len(mine), dtype=torch.bool)
+    for call in (call for step in remote for call in step):
+        later |= call.touched
+    steps = [_own(mine, order.segments(rank), later), *remote]
     works, untouched = _flag(mine, steps)
     return rotate(Ring(rank, order.lengths, block, heads, kv_heads), works, untouched)
 
@@ -59,27 +63,42 @@ class _Dense:
         return self.keys[:, 0] < self.keys[:, 1]
 
 
-def _cover(pieces: Pieces, segments: Tensor, *, own: bool) -> list[_Dense]:
-    """The calls of one step: every pair of the pieces and the keys of a shard that is legal, once."""
+def _remote(pieces: Pieces, segments: Tensor) -> list[_Dense]:
+    """The calls on another rank's keys. All queries of a piece see the same: a causal piece lies in one stretch of
+    storage, so its own rank holds all keys that its queries differ in."""
+    keys = _rows_before(segments, pieces.last)
+    return _some(_full(keys[:, :2], keys[:, 2:]))
+
+
+def _own(pieces: Pieces, segments: Tensor, later: Tensor) -> list[_Dense]:
+    """The calls on the rank's own keys; ``later`` says which pieces other steps touch, bool [pieces].
+
+    Causal pieces take causal sequences. A bidirectional piece that ends the keys that it sees joins its neighbours'
+    sequence, and a reverse-causal one adds the rest. If no other step touches it, its last touch would cut that
+    sequence, so it takes a full one of its own.
+    """
+    rows = _rows_before(segments, torch.stack([pieces.start, pieces.stop], 1))
     first, last = _rows_before(segments, pieces.first), _rows_before(segments, pieces.last)
-    rows = _rows_before(segments, torch.stack([pieces.start, pieces.stop], 1)) if own else None
-    # A causal piece lies in one row of storage, so its own rank holds all keys that its queries differ in.
-    grows = last[:, 1] > first[:, 1]
     main, behind = last[:, :2], last[:, 2:]
-    if rows is None:
-        return [call for call in _full(main, behind) if call.touched.any()]
-    # A one-token piece ends with itself: nothing grows, and nothing is left for a reverse-causal call.
-    ends = (main[:, 1] == rows[:, 1]) & (main[:, 0] <= rows[:, 0])
+    grows = last[:, 1] > first[:, 1]
+    ends = (main[:, 1] == rows[:, 1]) & (main[:, 0] <= rows[:, 0]) & later
     chain = grows | ends
     alike = (main[1:, 0] == main[:-1, 0]) & chain[1:] & chain[:-1]
     joined = torch.nn.functional.pad(alike, (1, 0)) | torch.nn.functional.pad(alike, (0, 1))
     causal = grows | (ends & joined)
+    # A causal piece of one token ends with itself too: nothing is left for a reverse-causal sequence.
     reverse = causal & ~grows & (rows[:, 1] - rows[:, 0] > 1)
-    calls = [
-        _Dense(Band.CAUSAL, _only(causal, main)),
-        *_full(_only(~causal, main), behind),
-        _Dense(Band.REVERSE_CAUSAL, _only(reverse, rows)),
-    ]
+    return _some(
+        [
+            _Dense(Band.CAUSAL, _only(causal, main)),
+            *_full(_only(~causal, main), behind),
+            _Dense(Band.REVERSE_CAUSAL, _only(reverse, rows)),
+        ]
+    )
+
+
+def _some(calls: Sequence[_Dense]) -> list[_Dense]:
+    """Those with any pairs."""
     return [call for call in calls if call.touched.any()]
 
 

@@ -21,6 +21,9 @@ _INNER = "inner "
 """Buffers of the schedule inside are called as it calls them, with this in front."""
 
 
+Stretch = tuple[tuple[int, int], tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class HeadSplit:
     """Which heads each rank of a group computes.
@@ -75,16 +78,9 @@ class HeadSplit:
         """The layer's key/value head that a rank's key/value head ``head`` is a copy of."""
         return (part * self.inner_heads + head * self.group) // (self.heads // self.kv_heads)
 
-    def keys(self, part: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    def keys(self, part: int) -> list[Stretch]:
         """Stretches (inner heads, heads of the layer) of a rank's key/value heads."""
-        found: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        for head in range(self.inner_kv_heads):
-            at = self.source(part, head)
-            if found and found[-1][1][1] == at:
-                found[-1] = (found[-1][0][0], head + 1), (found[-1][1][0], at + 1)
-            else:
-                found.append(((head, head + 1), (at, at + 1)))
-        return found
+        return _stretches([(head, self.source(part, head)) for head in range(self.inner_kv_heads)])
 
     def gradients(self, part: int) -> list[tuple[int, int, int | None]]:
         """For each of a rank's key/value heads (inner head, head of the layer, place among the copies).
@@ -192,10 +188,13 @@ class _Moves:
     def collect_keys(self) -> Iterator[Transfer]:
         """The same for the gradients of keys and values; copies land beside the first of their head."""
         for home, worker, part, rows in self.pairs():
-            for head, at, copy in self.split.gradients(part):
-                name, place = ("dkv", at) if copy is None else ("copies", copy)
-                src = replace(rows, buffer=f"{_INNER}dkv", heads=(head, head + 1))
-                yield Transfer(worker, src, home, Rows(name, 0, len(rows), (place, place + 1)))
+            found = self.split.gradients(part)
+            first = _stretches([(head, at) for head, at, copy in found if copy is None])
+            copies = _stretches([(head, copy) for head, _, copy in found if copy is not None])
+            for name, stretches in (("dkv", first), ("copies", copies)):
+                for inner, heads in stretches:
+                    src = replace(rows, buffer=f"{_INNER}dkv", heads=inner)
+                    yield Transfer(worker, src, home, Rows(name, 0, len(rows), heads))
 
     def adds(self) -> tuple[Add, ...]:
         """The copies added to the first of their head."""
@@ -230,6 +229,17 @@ def _renamed(step: Step, rank_of: Callable[[int], int]) -> Step:
         tuple(map(call, step.calls)),
         tuple(Add(rows(add.src), rows(add.dst)) for add in step.adds),
     )
+
+
+def _stretches(pairs: Sequence[tuple[int, int]]) -> list[Stretch]:
+    """Pairs of heads that both go up by one, as pairs of (first, one past the last)."""
+    found: list[Stretch] = []
+    for one, other in pairs:
+        if found and (found[-1][0][1], found[-1][1][1]) == (one, other):
+            found[-1] = (found[-1][0][0], one + 1), (found[-1][1][0], other + 1)
+        else:
+            found.append(((one, one + 1), (other, other + 1)))
+    return found
 
 
 def _parts(tokens: Sequence[int], degree: int) -> Iterator[Sequence[int]]:
