@@ -12,6 +12,7 @@ from mutations_dense import DENSE_MUTATIONS, HEAD_MUTATIONS
 from virtual import case_of, differences, nan_in_new_memory, random_inputs, run
 
 from marble.compose.check import ScheduleError, check
+from marble.compose.schedule import Buffer, Kind, Pass, Rows
 from marble.layout import Layout, Span
 from marble.mask.domains import dense
 from marble.mask.storage import Storage
@@ -161,3 +162,50 @@ def test_a_call_that_forgets_its_state_is_rejected():
     schedules[1] = replace(schedules[1], forward=replace(forward, steps=tuple(steps)))
     with pytest.raises(ScheduleError, match="carries no state"):
         check(schedules, case.order, case.mask)
+
+
+def test_a_lost_share_is_missed_beside_another_on_the_same_keys():
+    """Two calls of one step read the same keys; the gradients of one go to a buffer that nobody brings home."""
+    spans = [Span("causal", 5), Span("full", 6), Span("causal", 2), Span("full", 4)]
+    case = replace(case_of(Layout([spans]), [[0, 6, 0], [6, 17, 1]], 2, 4), schedule="chunked")
+    schedules = case.schedules()
+    backward = schedules[1].backward
+    at = max(range(len(backward.steps)), key=lambda step: len(backward.steps[step].calls))
+    calls = backward.steps[at].calls
+    assert len(calls) > 1
+    assert calls[0].kv == calls[1].kv
+    spare = Rows("spare", 0, len(calls[0].kv))
+    lost = replace(
+        backward.steps[at],
+        calls=(replace(calls[0], dkv=spare), *calls[1:]),
+        clears=(*backward.steps[at].clears, spare),
+    )
+    steps = (*backward.steps[:at], lost, *backward.steps[at + 1 :])
+    buffers = (*backward.buffers, Buffer("spare", Kind.PAIR_SUMS, len(spare), case.kv_heads))
+    schedules[1] = replace(schedules[1], backward=Pass(buffers, steps))
+    assert harmful(schedules, case)
+    with pytest.raises(ScheduleError, match="shares of the gradients in 'dkv' did not come home"):
+        check(schedules, case.order, case.mask)
+
+
+def test_a_head_that_reads_another_key_head_is_rejected():
+    case = replace(random_case(Random(1), degrees=(2,), ranks=(2, 2), schedules=("ring",)), heads=4, kv_heads=2)
+    schedules = case.schedules()
+    check(schedules, case.order, case.mask)
+    first = schedules[0].forward.steps[0]
+    wrong = []
+    for schedule in schedules:
+        forward = schedule.forward
+        moves = tuple(
+            replace(move, src=replace(move.src, heads=(0, 1))) if move.src.buffer == "kv" else move
+            for move in forward.steps[0].transfers
+        )
+        wrong.append(
+            replace(
+                schedule,
+                forward=replace(forward, steps=(replace(forward.steps[0], transfers=moves), *forward.steps[1:])),
+            )
+        )
+    assert first.transfers != wrong[0].forward.steps[0].transfers
+    with pytest.raises(ScheduleError, match=r"query heads \[2, 3\] of a call read the key/value heads \[0\]"):
+        check(wrong, case.order, case.mask)
