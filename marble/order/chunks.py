@@ -25,7 +25,7 @@ _MOST = 2048
 RANGE_COST = 2.0**19
 """τ in pairs: half a tile of queries, what a range's ragged end wastes, against 8k keys. Not fitted to kernels yet."""
 _ROUNDS, _SWAPS = 120, 64
-"""Rounds of refinement at most, and swaps that are tried in each."""
+"""Rounds of refinement at most, and swaps that are tried in each; a swap costs ranks², so beyond 32 ranks fewer are."""
 _PROMISING = 1.1
 """Cost, over that of the best number of chunks, up to which another number is refined too."""
 _PATIENCE = 20
@@ -215,11 +215,12 @@ class _Dealt:
         slowest, excess = steps.argmax(1), steps.max(1) - steps.mean(1)
         if not excess.sum() > 0:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        step = draw.choice(len(steps), _SWAPS, p=excess / excess.sum())
-        by_query = draw.random(_SWAPS) < 0.5
+        count = max(_SWAPS * 32**2 // max(len(steps), 32) ** 2, 4)
+        step = draw.choice(len(steps), count, p=excess / excess.sum())
+        by_query = draw.random(count) < 0.5
         rank = np.where(by_query, slowest[step], (slowest[step] - step) % len(steps))
-        one = self.by_rank[rank, draw.integers(self.by_rank.shape[1], size=_SWAPS)]
-        other = draw.integers(len(self.rank), size=_SWAPS)
+        one = self.by_rank[rank, draw.integers(self.by_rank.shape[1], size=count)]
+        other = draw.integers(len(self.rank), size=count)
         apart = self.rank[one] != self.rank[other]
         return one[apart], other[apart]
 
