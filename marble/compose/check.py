@@ -16,20 +16,24 @@ It also reports how many received rows nobody read or forwarded. Cost: one compa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from marble.compose.coverage import CLEARED, NOTHING, Codes, covered_pairs, touched_rows, used_keys
-from marble.compose.schedule import Call, Kind, Pass, Rows, Schedule, Step, Transfer
+from marble.compose.coverage import CLEARED, NOTHING, Codes, PairCounts, touched_rows, used_keys
+from marble.compose.schedule import Buffer, Call, Kind, Pass, Rows, Schedule, Step, Transfer
 from marble.kernels.contract import Tiles, Touch
 from marble.mask.domains import dense
 from marble.mask.tiles import StoredMask
 from marble.order.token_order import TokenOrder
 
 _STRIP = 2048
+_FORWARD = {"q": Kind.TOKENS, "kv": Kind.PAIRS, "out": Kind.TOKENS, "lse": Kind.STATISTICS}
+_BACKWARD = {"q": Kind.TOKENS, "kv": Kind.PAIRS, "dout": Kind.TOKENS, "lse": Kind.STATISTICS, "delta": Kind.STATISTICS}
+_BACKWARD |= {"dq": Kind.TOKEN_SUMS, "dkv": Kind.PAIR_SUMS}
+"""The buffers that callers know."""
 _SUMS = (Kind.TOKEN_SUMS, Kind.PAIR_SUMS)
 _ONCE = (Kind.TOKENS, Kind.STATISTICS)
 """Kinds whose rows are written once in a pass."""
@@ -72,7 +76,7 @@ def check(schedules: Sequence[Schedule], order: TokenOrder, mask: StoredMask) ->
     if any(schedule.tokens != order.lengths for schedule in schedules):
         raise ScheduleError("check: the schedules were built for another token order")
     # Both passes, and ranks that share heads, often make calls over the same tiles: count their pairs once.
-    counts = _Counts({})
+    counts = PairCounts({})
     forward = _Walk([schedule.forward for schedule in schedules], shards, mask, "forward", counts)
     forward.run()
     _Walk([schedule.backward for schedule in schedules], shards, mask, "backward", counts).run()
@@ -94,26 +98,6 @@ class _Computed:
     key_heads: Tensor
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """How often calls compute each pair of their query and key rows, by what they are made of."""
-
-    known: dict[tuple[int, ...], Tensor]
-
-    def of(self, made: _Computed) -> Tensor:
-        """int32 [query rows, key rows]; raises a ValueError as `covered_pairs`."""
-        work = made.call.work
-        if isinstance(work, Tiles):
-            parts: tuple[object, ...] = (work.by_query, work.by_key, work.key_row, work.key_len)
-        else:
-            parts = (work.queries, work.keys)
-        band = -1 if isinstance(work, Tiles) else int(work.band)
-        key = (*map(id, parts), band, made.queries, len(made.keys))
-        if key not in self.known:
-            self.known[key] = covered_pairs(made.call, made.queries, len(made.keys))
-        return self.known[key]
-
-
 class _Rank:
     """What one rank's buffers hold, by row and head."""
 
@@ -133,12 +117,11 @@ class _Rank:
 
 
 class _Walk:
-    def __init__(self, passes: list[Pass], shards: list[Tensor], mask: StoredMask, name: str, counts: _Counts) -> None:
+    def __init__(
+        self, passes: list[Pass], shards: list[Tensor], mask: StoredMask, name: str, counts: PairCounts
+    ) -> None:
         self.passes, self.shards, self.mask, self.name, self.counts = passes, shards, mask, name, counts
-        home, home_kv = ({which.buffers_by_name[part].heads for which in passes} for part in ("q", "kv"))
-        if len(home) != 1 or len(home_kv) != 1 or max(home) % max(home_kv):
-            raise ScheduleError(f"{name}: ranks have different numbers of heads, {sorted(home)} and {sorted(home_kv)}")
-        self.heads, self.kv_heads = home.pop(), home_kv.pop()
+        self.heads, self.kv_heads = self.at_the_callers(shards)
         self.group = self.heads // self.kv_heads
         self.codes = Codes(sum(map(len, shards)), self.heads)
         calls = [(which, call) for which in passes for step in which.steps for call in step.calls]
@@ -150,10 +133,26 @@ class _Walk:
         self.where = ""
         for state, shard in zip(self.ranks, shards, strict=True):
             for what in ("q", "kv") if name == "forward" else ("kv", "q", "dout", "lse", "delta"):
-                if what in state.content:
-                    heads = torch.arange(self.kv_heads if what == "kv" else self.heads)
-                    state.content[what][: len(shard)] = self.codes.of(what, shard, heads)
-                    state.ready[what][: len(shard)] = True
+                heads = torch.arange(self.kv_heads if what == "kv" else self.heads)
+                state.content[what][: len(shard)] = self.codes.of(what, shard, heads)
+                state.ready[what][: len(shard)] = True
+
+    def at_the_callers(self, shards: list[Tensor]) -> tuple[int, int]:
+        """The buffers that a pass is handed or leaves its results in are of one shape; returns the heads."""
+        first = self.passes[0].buffers_by_name
+        heads, kv_heads = (first[name].heads if name in first else 0 for name in ("q", "kv"))
+        for rank, (which, shard) in enumerate(zip(self.passes, shards, strict=True)):
+            for name, kind in (_FORWARD if self.name == "forward" else _BACKWARD).items():
+                pairs = kind in (Kind.PAIRS, Kind.PAIR_SUMS)
+                found, expected = which.buffers_by_name.get(name), Buffer(name, kind, len(shard), heads)
+                if pairs:  # more rows may follow the caller's
+                    rows = max(len(shard), found.rows if found else 0)
+                    expected = replace(expected, rows=rows, heads=kv_heads)
+                if found != expected:
+                    raise ScheduleError(f"{self.name}, rank {rank}: the caller expects {expected}, not {found}")
+        if not kv_heads or heads % kv_heads:
+            raise ScheduleError(f"{self.name}: {kv_heads} key/value heads do not divide {heads} query heads")
+        return heads, kv_heads
 
     @staticmethod
     def share(which: Pass, call: Call) -> int:
@@ -462,7 +461,7 @@ class _Walk:
             here = place[made.tokens] != NOTHING
             if here.any():
                 try:
-                    count = self.counts.of(made)[made.rows[here]]
+                    count = self.counts.of(made.call, made.queries, len(made.keys))[made.rows[here]]
                 except ValueError as error:
                     self.fail(rank, str(error))
                 used = count.any(0)

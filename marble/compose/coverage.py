@@ -86,6 +86,24 @@ def covered_pairs(call: Call, queries: int, rows: int) -> Tensor:
     return count.index_add_(1, place.flatten()[real], found[:, real])
 
 
+@dataclass(frozen=True)
+class PairCounts:
+    """`covered_pairs` by what a call is made of: passes and ranks often make calls over the same tiles."""
+
+    known: dict[tuple[int, ...], Tensor]
+
+    def of(self, call: Call, queries: int, rows: int) -> Tensor:
+        """See `covered_pairs`. The calls must outlive this."""
+        work = call.work
+        if isinstance(work, Tiles):
+            key = (*map(id, (work.by_query, work.by_key, work.key_row, work.key_len)), queries, rows)
+        else:
+            key = (id(work.queries), id(work.keys), int(work.band), queries, rows)
+        if key not in self.known:
+            self.known[key] = covered_pairs(call, queries, rows)
+        return self.known[key]
+
+
 def _covered_varlen(work: Varlen, queries: int, rows: int) -> Tensor:
     count = torch.zeros(queries, rows, dtype=torch.int32)
     for (q0, q1), (k0, k1) in zip(work.queries.tolist(), work.keys.tolist(), strict=True):

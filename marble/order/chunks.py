@@ -212,7 +212,8 @@ class _Dealt:
     def _candidates(self, draw: np.random.Generator) -> tuple[Index, Index]:
         """Pairs of chunks to swap: one whose queries or keys belong to the slowest rank of a step, and any other."""
         steps = self.between.ravel()[self.step]
-        slowest, excess = steps.argmax(1), steps.max(1) - steps.mean(1)
+        # Whole numbers below 2^53, so that every machine draws the same.
+        slowest, excess = steps.argmax(1), steps.max(1) * len(steps) - steps.sum(1)
         if not excess.sum() > 0:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         count = max(_SWAPS * 32**2 // max(len(steps), 32) ** 2, 4)

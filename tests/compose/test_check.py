@@ -209,3 +209,25 @@ def test_a_head_that_reads_another_key_head_is_rejected():
     assert first.transfers != wrong[0].forward.steps[0].transfers
     with pytest.raises(ScheduleError, match=r"query heads \[2, 3\] of a call read the key/value heads \[0\]"):
         check(wrong, case.order, case.mask)
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "change"),
+    [
+        ("forward", "out", {"kind": Kind.TOKEN_SUMS}),
+        ("backward", "dq", {"kind": Kind.TOKENS}),
+        ("backward", "dkv", {"heads": 2}),
+        ("forward", "q", {"rows": 7}),
+        ("backward", "lse", {"name": "other"}),
+    ],
+)
+def test_the_buffers_of_the_caller_are_as_it_knows_them(which, name, change):
+    """Also where no call would notice: a layout of padding only."""
+    case = case_of(Layout([[Span("pad", 12)]]), [[0, 6, 0], [6, 12, 1]], 2, 4)
+    schedules = case.schedules()
+    old = getattr(schedules[1], which)
+    buffers = tuple(replace(buffer, **change) if buffer.name == name else buffer for buffer in old.buffers)
+    made = replace(old, buffers=buffers, steps=() if "name" in change else old.steps)
+    schedules[1] = replace(schedules[1], **{which: made})
+    with pytest.raises(ScheduleError, match=f"{which}, rank 1: the caller expects .*'{name}'"):
+        check(schedules, case.order, case.mask)
