@@ -125,3 +125,19 @@ def test_global_layers_are_chunked_beside_window_layers() -> None:
     assert plan.masks is not None
     for mask, schedules in zip(plan.masks, plan.schedules, strict=True):
         check([schedules[rank] for rank in range(3)], plan.order, mask)
+
+
+def test_every_rank_refuses_what_one_must_refuse() -> None:
+    """Rank 0 holds the causal document only."""
+    layout = Layout([[Span("causal", 16)], [Span("group", 4, number % 2) for number in range(4)]])
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"position 20 .* interleave"):
+            marble.plan(
+                layout,
+                AttentionShape(2, 1, 8),
+                ranks=2,
+                rank=rank,
+                schedule="chunked",
+                order="contiguous",
+                block=4,
+            )

@@ -35,6 +35,8 @@ def chunked(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: i
     Raises:
         NotDenseError: if dense calls cannot express the mask: sliding windows, interleaved groups, masks of one's own.
     """
+    # The whole sequence first, so that every rank refuses a mask that some rank must refuse.
+    dense_pieces(mask, torch.tensor([[0, mask.storage.layout.tokens]]))
     mine = dense_pieces(mask, order.segments(rank))
     remote = [_remote(mine, order.segments(source)) for source in sources(rank, order.world)[1:]]
     later = torch.zeros(len(mine), dtype=torch.bool)
