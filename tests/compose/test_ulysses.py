@@ -145,3 +145,18 @@ def test_blocks_do_not_matter_for_which_heads_go_where() -> None:
     expected = dense(data, legal(layout))
     for _ in range(4):
         assert_equal(distributed(make_plan(layout, (6, 3), 6, ulysses=3, block=random_block(rng)), data), expected)
+
+
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_a_window_layer_fetches_the_window_from_other_groups_whatever_their_number(groups: int) -> None:
+    """The last-window all-to-all inside Ulysses: between groups only the window moves, for a part of the heads."""
+    window, block, layout = 20, 4, Layout.from_cu_seqlens([0, 400])
+    options = {"schedule": "sparse_a2a", "order": "contiguous", "ulysses": 2, "block": block, "window": window}
+    plan = make_plan(layout, (4, 2), 2 * groups, **options)
+    for rank, schedule in plan.schedules[0].items():
+        moves = [move for step in schedule.forward.steps for move in step.transfers if move.target == rank]
+        remote = [move for move in moves if move.source // 2 != rank // 2]
+        assert {move.source % 2 for move in remote} <= {rank % 2}, "from ranks with the same heads"
+        assert sum(len(move.dst) for move in remote) == (0 if rank < 2 else -(-(window - 1) // block) * block)
+    data = Data.of(400, (4, 2))
+    assert_equal(distributed(plan, data), dense(data, legal(layout, window)))
