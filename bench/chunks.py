@@ -2,8 +2,8 @@
 
 ``python -m bench.chunks`` writes ``bench/results/chunks.json``. Plans are made as a data-loader worker would, one rank
 at a time from a layout that nothing is cached for, in one thread; the best of three runs counts, against noise from
-other processes. Evenness is C at τ = 0 over the mean: the pairs of
-every ring step's slowest rank, summed, over those of the mean rank.
+other processes. Evenness is C at τ = 0 over the mean: the pairs of every ring step's slowest rank, summed, over those
+of the mean rank.
 """
 
 from __future__ import annotations
