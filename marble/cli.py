@@ -41,9 +41,10 @@ Source = Annotated[
 Tokens = Annotated[int, typer.Option(help="length of a workload's layout", min=1)]
 Seed = Annotated[int, typer.Option(help="seed of a workload's layout, and of random inputs", min=0)]
 Scale = Annotated[float, typer.Option(help="shrink a workload's spans by this factor, at most 1")]
-Ranks = Annotated[int, typer.Option(help="ring degree", min=1)]
+Ranks = Annotated[int, typer.Option(help="number of ranks", min=1)]
 Window = Annotated[int | None, typer.Option(help="sliding window of the layer; none for a global layer", min=1)]
-Order = Annotated[str, typer.Option(help=f"token order: {', '.join(ORDERS)}")]
+Order = Annotated[str | None, typer.Option(help=f"token order: {', '.join(ORDERS)}; by default by the schedule")]
+Ulysses = Annotated[int, typer.Option(help="ranks that share the heads of their tokens", min=1)]
 ScheduleName = Annotated[str, typer.Option("--schedule", help=f"what moves between ranks: {', '.join(SCHEDULES)}")]
 Block = Annotated[int, typer.Option(help="tokens of a tile's block", min=1, max=128)]
 Shape = Annotated[str, typer.Option(help="query heads : key/value heads : size of a head")]
@@ -84,7 +85,8 @@ def plan(
     ranks: Ranks = 8,
     window: Window = None,
     schedule: ScheduleName = "ring",
-    order: Order = "ptrr",
+    order: Order = None,
+    ulysses: Ulysses = 1,
     block: Block = 128,
     shape: Shape = "32:8:128",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
@@ -93,8 +95,8 @@ def plan(
     layout = _layout(source, tokens, seed, scale)
     layer = _attention_shape(shape, window)
     with _busy("planning"):
-        planned = marble.plan(layout, layer, ranks=ranks, schedule=schedule, order=order, block=block)
-    summary = summarise([planned.schedules[0][rank] for rank in range(ranks)], layer.head_dim)
+        planned = marble.plan(layout, layer, ranks=ranks, schedule=schedule, order=order, ulysses=ulysses, block=block)
+    summary = summarise([planned.schedules[0][rank] for rank in range(ranks)], layer.head_dim, block=block)
     if as_json:
         fields = {name: getattr(summary, name).tolist() for name in summary.__dataclass_fields__}
         ratios = {
@@ -102,15 +104,14 @@ def plan(
         }
         typer.echo(
             json.dumps(
-                {"source": source, "schedule": schedule, "order": order, "block": block, "ranks": ranks}
+                {"source": source, "schedule": schedule, "order": planned.order.name, "block": block, "ranks": ranks}
+                | {"ulysses": ulysses, "idle": planned.idle}
                 | fields
                 | ratios
             )
         )
         return
-    console.print(
-        _rank_table(summary, f"{source}: {layout.tokens:,} tokens, {schedule}, {order} order, tiles of {block}×{block}")
-    )
+    console.print(_rank_table(summary, f"{source}: {planned}, tiles of {block}×{block}"))
     console.print(_step_table(summary))
     console.print(
         f"busiest rank / mean {summary.total_balance:.4f} · sum of slowest steps / mean {summary.step_balance:.4f} · "
@@ -127,7 +128,8 @@ def check(
     ranks: Ranks = 4,
     window: Window = None,
     schedule: ScheduleName = "ring",
-    order: Order = "ptrr",
+    order: Order = None,
+    ulysses: Ulysses = 1,
     block: Block = 128,
     shape: Shape = "4:2:64",
 ) -> None:
@@ -142,7 +144,7 @@ def check(
         def done(following: str) -> None:
             progress.update(task, advance=1, description=following)
 
-        planned = marble.plan(layout, layer, ranks=ranks, schedule=schedule, order=order, block=block)
+        planned = marble.plan(layout, layer, ranks=ranks, schedule=schedule, order=order, ulysses=ulysses, block=block)
         done("proving the schedules")
         assert planned.masks is not None
         schedules = [planned.schedules[0][rank] for rank in range(ranks)]
@@ -186,7 +188,7 @@ def show(
     scale: Scale = 1.0,
     ranks: Ranks = 4,
     window: Window = None,
-    order: Order = "ptrr",
+    order: Order = None,
     block: Block = 128,
 ) -> None:
     """Draw the mask, the tiles of every step and the work per rank to a PNG."""

@@ -85,7 +85,7 @@ LAYOUT = ("marble.layout",)
 MASK = (*LAYOUT, "marble.mask", "marble.kernels.contract")
 ORDER = (*MASK, "marble.order")
 SCHEDULES = (*ORDER, "marble.compose.schedules", "marble.compose.schedule")
-PLANNER = (*SCHEDULES, "marble.compose.planner", "marble.compose.cost")
+PLANNER = (*SCHEDULES, "marble.compose.shape", "marble.compose.planner", "marble.compose.cost")
 KERNELS = ("marble.kernels.contract", "marble.kernels.predicates")
 MAY_IMPORT = {
     "marble.layout": (),
@@ -95,7 +95,9 @@ MAY_IMPORT = {
     "marble.comm": ("marble.comm",),
     "marble.compose.schedule": ("marble.kernels.contract",),
     "marble.compose.schedules": SCHEDULES,
-    "marble.compose.check": (*ORDER, "marble.compose.schedule", *KERNELS),
+    "marble.compose.shape": LAYOUT,
+    "marble.compose.coverage": ("marble.compose.schedule", *KERNELS),
+    "marble.compose.check": (*ORDER, "marble.compose.schedule", "marble.compose.coverage", *KERNELS),
     "marble.compose.cost": (*ORDER, "marble.compose.schedule"),
     "marble.compose.planner": PLANNER,
     "marble.compose.executor": ("marble.compose.schedule", "marble.kernels.contract", "marble.comm.transport"),

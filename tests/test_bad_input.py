@@ -202,6 +202,7 @@ def same(q: Any, k: Any) -> Any:
 
 
 WINDOW = shape(window=3)
+INTERLEAVED = Layout([[Span("group", 2, number % 2) for number in range(6)]])
 TWELVE = torch.arange(12)
 
 PLAN_CASES: list[Case] = [
@@ -244,6 +245,50 @@ PLAN_CASES: list[Case] = [
     ("schedule unknown", lambda: planned(schedule="zigzag"), ValueError, r"^schedule: 'zigzag' .*use one of 'ring'"),
     ("schedule none", lambda: planned(schedule=None), TypeError, r"^schedule: expected .*got None"),
     ("schedules too many", lambda: planned(schedule=["ring"] * 2), ValueError, r"^schedule: 2 names for 1 layers"),
+    ("ulysses 0", lambda: planned(ulysses=0), ValueError, r"^ulysses: must be at least 1, got 0"),
+    ("ulysses float", lambda: planned(ulysses=2.0), TypeError, r"^ulysses: expected an integer, got float"),
+    (
+        "ulysses and ranks",
+        lambda: planned(ranks=6, ulysses=4),
+        ValueError,
+        r"^ulysses: 4 does not divide 6 ranks; .*works is 2$",
+    ),
+    (
+        "ulysses and heads",
+        lambda: planned(ranks=8, ulysses=8),
+        ValueError,
+        r"^ulysses: 8 ranks .*the 4 query heads of layer 0 evenly; .*works is 4$",
+    ),
+    (
+        "ulysses and the heads of one layer",
+        lambda: planned(ranks=4, ulysses=4, layers=[SHAPE, shape(heads=6)]),
+        ValueError,
+        r"^ulysses: 4 ranks .*the 6 query heads of layer 1 evenly; .*works is 2$",
+    ),
+    (
+        "chunked window",
+        lambda: planned(schedule=["ring", "chunked"], layers=[SHAPE, WINDOW], order="ptrr"),
+        ValueError,
+        r"^schedule: layer 1 cannot be 'chunked': .*sliding window.*'sparse_a2a'$",
+    ),
+    (
+        "chunked mask of one's own",
+        lambda: masked(same, schedule="chunked"),
+        ValueError,
+        r"^schedule: layer 0 cannot be 'chunked': a mask of one's own .*'ring' or 'sparse_a2a'$",
+    ),
+    (
+        "chunked interleaved groups",
+        lambda: planned(schedule="chunked", layout=INTERLEAVED),
+        ValueError,
+        r"^schedule: layer 0 cannot be 'chunked': the span at position 6 .*interleave; use 'ring'$",
+    ),
+    (
+        "chunks for a mask of one's own",
+        lambda: masked(same, order="chunks"),
+        ValueError,
+        r"^order: 'chunks' needs a mask that dense calls can express, but a mask of one's own",
+    ),
     ("order unknown", lambda: planned(order="zigzag"), ValueError, r"^order: 'zigzag' .*use one of 'ptrr'"),
     ("order not a name", lambda: planned(order=["ptrr"]), TypeError, r"^order: expected .*got list"),
     ("mask not callable", lambda: masked("causal"), TypeError, r"^mask: expected a function of \(q, k\), got str"),

@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 from marble.comm import local, torch_dist
 from marble.comm.transport import Program
 from marble.compose import executor
-from marble.compose.planner import AttentionShape, Plan
+from marble.compose.planner import Plan
 from marble.compose.schedule import Pass, Schedule
+from marble.compose.shape import AttentionShape
 from marble.kernels import launch
 from marble.kernels.contract import Backend, move
 from marble.layout import as_int

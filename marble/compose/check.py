@@ -1,11 +1,13 @@
 """Proving schedules right without running them.
 
-The checker walks the schedules of all ranks step by step and keeps, instead of numbers, what every buffer row holds:
-which token's keys, and which ranks' shares of which token's gradients. From that it shows that
+The checker walks the schedules of all ranks step by step and keeps, instead of numbers, what every row of every buffer
+holds, head by head: which token's and which head's query, key, output or gradient, and which calls' shares have been
+added to a gradient. From that it shows that
 
-- every legal pair is computed exactly once, forward and backward, and no other pair is;
-- a query row's state is begun once and finished once, and every output row is written;
-- every share of a gradient reaches its home exactly once;
+- every legal pair is computed exactly once for every query head, forward and backward, with the key/value head that
+  belongs to it, and no other pair is;
+- a query row's state is begun once and finished once, and every output row is written once;
+- every call's share of a gradient reaches its home exactly once;
 - no row is written while it is in flight, none is read before it arrives, and both ends list the same transfers.
 
 It also reports how many received rows nobody read or forwarded. Cost: one comparison per token pair.
@@ -14,22 +16,27 @@ It also reports how many received rows nobody read or forwarded. Cost: one compa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from marble.compose.schedule import Call, Kind, Pass, Rows, Schedule, Step, Transfer
-from marble.kernels.contract import Band, Tiles, Touch, Varlen
-from marble.kernels.predicates import covered
+from marble.compose.coverage import CLEARED, NOTHING, Codes, PairCounts, touched_rows, used_keys
+from marble.compose.schedule import Buffer, Call, Kind, Pass, Rows, Schedule, Step, Transfer
+from marble.kernels.contract import Tiles, Touch
 from marble.mask.domains import dense
 from marble.mask.tiles import StoredMask
 from marble.order.token_order import TokenOrder
 
-_NOTHING = -1
-_INPUTS = ("kv", "q", "dout", "lse", "delta")
-"""What a pass is handed. Content names both the token and which of these it is: token + index · tokens."""
 _STRIP = 2048
+_FORWARD = {"q": Kind.TOKENS, "kv": Kind.PAIRS, "out": Kind.TOKENS, "lse": Kind.STATISTICS}
+_BACKWARD = {"q": Kind.TOKENS, "kv": Kind.PAIRS, "dout": Kind.TOKENS, "lse": Kind.STATISTICS, "delta": Kind.STATISTICS}
+_BACKWARD |= {"dq": Kind.TOKEN_SUMS, "dkv": Kind.PAIR_SUMS}
+"""The buffers that callers know."""
+_SUMS = (Kind.TOKEN_SUMS, Kind.PAIR_SUMS)
+_ONCE = (Kind.TOKENS, Kind.STATISTICS)
+"""Kinds whose rows are written once in a pass."""
 
 
 class ScheduleError(ValueError):
@@ -41,8 +48,8 @@ class Report:
     """What the checker found about schedules that are right.
 
     Attributes:
-        pairs: legal pairs, each computed once forward and once backward.
-        received_rows: key/value rows that arrived from other ranks, over all ranks, forward.
+        pairs: legal pairs, each computed once forward and once backward for every query head.
+        received_rows: rows of one key/value head that arrived from other ranks, over all ranks, forward.
         unused_rows: those of them that the rank neither read nor forwarded.
     """
 
@@ -68,45 +75,91 @@ def check(schedules: Sequence[Schedule], order: TokenOrder, mask: StoredMask) ->
     shards = [order.shard(rank) for rank in range(world)]
     if any(schedule.tokens != order.lengths for schedule in schedules):
         raise ScheduleError("check: the schedules were built for another token order")
-    forward = _Walk([schedule.forward for schedule in schedules], shards, mask, "forward")
+    # Both passes, and ranks that share heads, often make calls over the same tiles: count their pairs once.
+    counts = PairCounts({})
+    forward = _Walk([schedule.forward for schedule in schedules], shards, mask, "forward", counts)
     forward.run()
-    _Walk([schedule.backward for schedule in schedules], shards, mask, "backward").run()
+    _Walk([schedule.backward for schedule in schedules], shards, mask, "backward", counts).run()
     return Report(forward.pairs, forward.received, forward.unused)
 
 
-class _Rank:
-    """What one rank's buffers hold, row by row."""
+@dataclass(frozen=True, eq=False)
+class _Computed:
+    """A call that was made: its number, the rows of its query buffer, those that it touches and their tokens and
+    heads, and the tokens (−1 for unused rows) and heads of its keys."""
 
-    def __init__(self, which: Pass, tokens: Tensor, world: int, total: int, inputs: tuple[str, ...]) -> None:
-        self.tokens = tokens
-        self.total = total
+    call: Call
+    number: int
+    queries: int
+    rows: Tensor
+    tokens: Tensor
+    heads: Tensor
+    keys: Tensor
+    key_heads: Tensor
+
+
+class _Rank:
+    """What one rank's buffers hold, by row and head."""
+
+    def __init__(self, which: Pass, shares: int) -> None:
         self.kinds = {buffer.name: buffer.kind for buffer in which.buffers}
-        sizes = {buffer.name: buffer.rows for buffer in which.buffers}
-        # Pairs: the storage position of the token whose key lies there. Sums: the token, and the ranks added so far.
-        self.content = {name: torch.full((size,), _NOTHING) for name, size in sizes.items()}
-        self.shares = {name: torch.zeros(size, world, dtype=torch.bool) for name, size in sizes.items()}
+        sizes = {buffer.name: (buffer.rows, buffer.heads) for buffer in which.buffers}
+        self.content = {name: torch.full(size, NOTHING) for name, size in sizes.items()}
         self.ready = {name: torch.zeros(size, dtype=torch.bool) for name, size in sizes.items()}
         self.unread = {name: torch.zeros(size, dtype=torch.bool) for name, size in sizes.items()}
-        self.counts = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
-        for name in set(inputs) & set(sizes):
-            self.content[name][: len(tokens)] = tokens + _INPUTS.index(name) * total
-            self.ready[name][: len(tokens)] = True
-        self.begun = torch.zeros(len(tokens), dtype=torch.bool)
-        self.written = {name: torch.zeros(len(tokens), dtype=torch.int64) for name in ("out", "lse")}
-        self.computed: list[tuple[Call, Tensor]] = []
+        # Sums also hold whose shares have been added: one column per call (and per replica of a head inside a call).
+        sums = [name for name in sizes if self.kinds[name] in _SUMS]
+        self.shares = {name: torch.zeros(*sizes[name], shares, dtype=torch.bool) for name in sums}
+        # The online softmax belongs to the rows of a query buffer.
+        self.begun, self.ended = (
+            {name: torch.zeros(size[0], dtype=torch.bool) for name, size in sizes.items()} for _ in range(2)
+        )
 
 
 class _Walk:
-    def __init__(self, passes: list[Pass], shards: list[Tensor], mask: StoredMask, name: str) -> None:
-        self.passes, self.shards, self.mask, self.name = passes, shards, mask, name
-        inputs = ("q", "kv") if name == "forward" else _INPUTS
-        total = sum(map(len, shards))
-        self.ranks = [
-            _Rank(which, shard, len(passes), total, inputs) for which, shard in zip(passes, shards, strict=True)
-        ]
-        self.touches = torch.zeros(total, dtype=torch.int64)
+    def __init__(
+        self, passes: list[Pass], shards: list[Tensor], mask: StoredMask, name: str, counts: PairCounts
+    ) -> None:
+        self.passes, self.shards, self.mask, self.name, self.counts = passes, shards, mask, name, counts
+        self.heads, self.kv_heads = self.at_the_callers(shards)
+        self.group = self.heads // self.kv_heads
+        self.codes = Codes(sum(map(len, shards)), self.heads)
+        calls = [(which, call) for which in passes for step in which.steps for call in step.calls]
+        # A call may hold a key/value head several times, for different query heads.
+        self.replicas = max((-(-self.group // max(self.share(*each), 1)) for each in calls), default=1)
+        self.ranks = [_Rank(which, len(calls) * self.replicas) for which in passes]
+        self.computed: list[_Computed] = []
         self.received = self.unused = self.pairs = 0
         self.where = ""
+        for state, shard in zip(self.ranks, shards, strict=True):
+            for what in ("q", "kv") if name == "forward" else ("kv", "q", "dout", "lse", "delta"):
+                heads = torch.arange(self.kv_heads if what == "kv" else self.heads)
+                state.content[what][: len(shard)] = self.codes.of(what, shard, heads)
+                state.ready[what][: len(shard)] = True
+
+    def at_the_callers(self, shards: list[Tensor]) -> tuple[int, int]:
+        """The buffers that a pass is handed or leaves its results in are of one shape; returns the heads."""
+        first = self.passes[0].buffers_by_name
+        heads, kv_heads = (first[name].heads if name in first else 0 for name in ("q", "kv"))
+        for rank, (which, shard) in enumerate(zip(self.passes, shards, strict=True)):
+            for name, kind in (_FORWARD if self.name == "forward" else _BACKWARD).items():
+                pairs = kind in (Kind.PAIRS, Kind.PAIR_SUMS)
+                found, expected = which.buffers_by_name.get(name), Buffer(name, kind, len(shard), heads)
+                if pairs:  # more rows may follow the caller's
+                    rows = max(len(shard), found.rows if found else 0)
+                    expected = replace(expected, rows=rows, heads=kv_heads)
+                if found != expected:
+                    raise ScheduleError(f"{self.name}, rank {rank}: the caller expects {expected}, not {found}")
+        if not kv_heads or heads % kv_heads:
+            raise ScheduleError(f"{self.name}: {kv_heads} key/value heads do not divide {heads} query heads")
+        return heads, kv_heads
+
+    @staticmethod
+    def share(which: Pass, call: Call) -> int:
+        """Query heads of a call that read one of its key/value heads."""
+        sizes = which.buffers_by_name
+        low, high = call.kv.heads or (0, sizes[call.kv.buffer].heads)
+        return sizes[call.q].heads // (high - low)
 
     def run(self) -> None:
         steps = {len(which.steps) for which in self.passes}
@@ -131,12 +184,15 @@ class _Walk:
             for rank, step in enumerate(current):
                 self.add(rank, step)
         self.where = f"{self.name}, at the end"
+        legal = [self.cover(rank) for rank in range(len(self.ranks))]
         for rank, state in enumerate(self.ranks):
             self.unused += sum(int(unread.sum()) for unread in state.unread.values())
-            self.settle(rank)
-            self.pairs += self.cover(rank)
+            if self.name == "forward":
+                self.written(rank, legal[rank])
+            else:
+                self.at_home(rank)
 
-    def fail(self, rank: int, problem: str) -> None:
+    def fail(self, rank: int, problem: str) -> NoReturn:
         raise ScheduleError(f"{self.where}, rank {rank}: {problem}")
 
     def meet(self, current: list[Step]) -> None:
@@ -160,8 +216,8 @@ class _Walk:
         for call in step.calls:
             outputs = (call.out, call.lse) if self.name == "forward" else (call.dq,)
             inputs = (call.q,) if self.name == "forward" else (call.q, call.dout, call.lse, call.delta)
-            written += [Rows(name, 0, self.size(rank, name)) for name in outputs]
-            read += [Rows(name, 0, self.size(rank, name)) for name in inputs]
+            written += [Rows(name, 0, self.size(rank, name)[0]) for name in outputs]
+            read += [Rows(name, 0, self.size(rank, name)[0]) for name in inputs]
         for index, rows in enumerate(arriving):
             others = leaving + arriving[:index] + written + read
             if any(rows.overlaps(other) for other in others):
@@ -170,129 +226,175 @@ class _Walk:
             if any(rows.overlaps(other) for other in written):
                 self.fail(rank, f"{rows} is written while it is being sent")
 
-    def size(self, rank: int, name: str) -> int:
-        """Rows of a buffer; 0 for one that is not declared, which `fits` reports."""
-        return len(self.ranks[rank].content.get(name, ()))
+    def size(self, rank: int, name: str) -> tuple[int, int]:
+        """Rows and heads of a buffer; (0, 0) for one that is not declared, which `fits` reports."""
+        content = self.ranks[rank].content.get(name)
+        return (0, 0) if content is None else (content.shape[0], content.shape[1])
 
     def load(self, transfer: Transfer) -> Callable[[], None]:
         """Read a transfer's source as it is now; the answer stores it at the target."""
         source, target = self.ranks[transfer.source], self.ranks[transfer.target]
         src, dst = transfer.src, transfer.dst
-        for rank, state, rows in ((transfer.source, source, src), (transfer.target, target, dst)):
-            if rows.buffer not in state.content or not 0 <= rows.start <= rows.stop <= len(state.content[rows.buffer]):
+        for rank, rows in ((transfer.source, src), (transfer.target, dst)):
+            count, heads = self.size(rank, rows.buffer)
+            low, high = rows.heads or (0, heads)
+            if not (0 <= rows.start <= rows.stop <= count and 0 <= low < high <= heads):
                 self.fail(rank, f"{rows} does not exist")
-            if rows.heads is not None:
-                self.fail(rank, f"{rows}: parts of heads are not followed yet")
         if source.kinds[src.buffer] is not target.kinds[dst.buffer]:
             self.fail(transfer.source, f"{src} and {dst} hold different things")
+        content = self.part(source.content, src).clone()
+        if content.shape != self.part(target.content, dst).shape:
+            self.fail(transfer.source, f"{src} and {dst} have different numbers of heads")
         if not self.part(source.ready, src).all():
             self.fail(transfer.source, f"{src} is sent before it holds anything")
         self.part(source.unread, src).fill_(False)
-        content, shares = self.part(source.content, src).clone(), self.part(source.shares, src).clone()
-        counts = self.part(source.counts, src).clone()
-        remote = transfer.source != transfer.target and source.kinds[src.buffer] is Kind.PAIRS
-        self.received += len(src) * remote
+        kind = source.kinds[src.buffer]
+        shares = self.part(source.shares, src).clone() if kind in _SUMS else None
+        remote = transfer.source != transfer.target and kind is Kind.PAIRS
+        self.received += content.numel() * remote
 
         def store() -> None:
+            self.writes(transfer.target, dst)
             if remote:
                 self.unused += int(self.part(target.unread, dst).sum())
             self.part(target.content, dst).copy_(content)
-            self.part(target.shares, dst).copy_(shares)
-            self.part(target.counts, dst).copy_(counts)
+            if shares is not None:
+                self.part(target.shares, dst).copy_(shares)
             self.part(target.ready, dst).fill_(True)
             self.part(target.unread, dst).fill_(remote)
 
         return store
 
+    def writes(self, rank: int, rows: Rows) -> None:
+        """Rows of inputs and outputs are written once."""
+        state = self.ranks[rank]
+        if state.kinds[rows.buffer] in _ONCE and self.part(state.ready, rows).any():
+            self.fail(rank, f"{rows} is written a second time")
+
     def compute(self, rank: int, step: Step) -> None:
         state = self.ranks[rank]
         for rows in step.clears:
-            self.part(state.content, rows).fill_(_NOTHING)
-            self.part(state.shares, rows).fill_(False)
-            self.part(state.counts, rows).fill_(0)
+            self.writes(rank, rows)
+            once = state.kinds[rows.buffer] in _ONCE
+            self.part(state.content, rows).fill_(CLEARED if once else NOTHING)
+            if rows.buffer in state.shares:
+                self.part(state.shares, rows).fill_(False)
             self.part(state.ready, rows).fill_(True)
-            if self.name == "forward" and rows.buffer in state.written:
-                state.written[rows.buffer][rows.start : rows.stop] += 1
         for call in step.calls:
             self.fits(rank, call)
-            keys = self.part(state.content, call.kv).clone()
-            used = _used_keys(call, len(call.kv))
-            held = self.part(state.ready, call.kv) & (keys >= 0) & (keys < state.total)
-            if not held[used].all():
-                self.fail(rank, f"{call.kv} is read where it holds no keys")
-            touched = _touched_rows(call)[0]
-            inputs = {"q": call.q}
-            if self.name == "backward":
-                inputs |= {"dout": call.dout, "lse": call.lse, "delta": call.delta}
-            for what, name in inputs.items():
-                expected = state.tokens[touched] + _INPUTS.index(what) * state.total
-                if (state.content[name][touched] != expected).any():
-                    self.fail(rank, f"a call takes {what} from {name!r}, which holds something else")
+            made = self.look(rank, call)
             self.part(state.unread, call.kv).fill_(False)
-            state.computed.append((call, keys))
+            if made is None:
+                continue
+            self.computed.append(made)
             if self.name == "forward":
-                self.touch(rank, call)
+                self.touch(rank, made)
             else:
-                self.accumulate(rank, call, keys)
+                self.accumulate(rank, made)
 
     def fits(self, rank: int, call: Call) -> None:
-        """A call's buffers are of the right kinds, and its work lies inside their rows."""
+        """A call's buffers are of the right kinds and sizes, and its work lies inside their rows."""
         state = self.ranks[rank]
-        kinds = {call.q: Kind.TOKENS, call.kv.buffer: Kind.PAIRS, call.lse: Kind.STATISTICS}
-        if call.dkv is None:
-            kinds |= {call.out: Kind.TOKENS}
-        else:
-            kinds |= {call.dkv.buffer: Kind.PAIR_SUMS, call.dq: Kind.TOKEN_SUMS}
-            kinds |= {call.dout: Kind.TOKENS, call.delta: Kind.STATISTICS}
-        for name, kind in kinds.items():
+        by_query = {call.q: Kind.TOKENS, call.lse: Kind.STATISTICS}
+        by_query |= {call.out: Kind.TOKENS} if call.dkv is None else {call.dout: Kind.TOKENS, call.dq: Kind.TOKEN_SUMS}
+        by_key = {call.kv.buffer: Kind.PAIRS}
+        if call.dkv is not None:
+            by_query |= {call.delta: Kind.STATISTICS}
+            by_key |= {call.dkv.buffer: Kind.PAIR_SUMS}
+        for name, kind in (by_query | by_key).items():
             if state.kinds.get(name) is not kind:
                 self.fail(rank, f"a call needs {kind} in {name!r}, not {state.kinds.get(name)}")
-        if isinstance(call.work, Tiles):
-            work = call.work
-            if work.query_rows != len(state.tokens):
-                self.fail(rank, f"a call has {work.query_rows} query rows, the rank {len(state.tokens)}")
-            if len(work.key_row) and not 0 <= int(work.key_row.min()) <= int(
-                (work.key_row + work.key_len).max()
-            ) <= len(call.kv):
-                self.fail(rank, f"a call's key blocks leave {call.kv}")
+        queries, heads = self.size(rank, call.q)
+        if any(self.size(rank, name) != (queries, heads) for name in by_query):
+            self.fail(rank, f"the buffers {', '.join(map(repr, by_query))} of a call differ in rows or heads")
+        work = call.work
+        if isinstance(work, Tiles):
+            if work.query_rows != queries:
+                self.fail(rank, f"a call has {work.query_rows} query rows, its buffer {queries}")
+            bounds = torch.stack([work.key_row, work.key_row + work.key_len], 1)
+        else:
+            bounds = work.keys
+            ranges = work.queries[torch.argsort(work.queries[:, 0], stable=True)]
+            if (ranges < 0).any() or (ranges > queries).any() or (ranges[1:, 0] < ranges[:-1, 1]).any():
+                self.fail(rank, "the query rows of a call's sequences overlap, or leave their buffer")
+        if len(bounds) and not 0 <= int(bounds.min()) <= int(bounds.max()) <= len(call.kv):
+            self.fail(rank, f"a call's keys leave {call.kv}")
 
-    def touch(self, rank: int, call: Call) -> None:
-        """A row's first touch begins its state, its last ends it, and touches in between find it begun."""
+    def look(self, rank: int, call: Call) -> _Computed | None:
+        """Which tokens and heads a call computes; None for a call without query rows."""
         state = self.ranks[rank]
-        rows, flags = _touched_rows(call)
+        rows, used = touched_rows(call)[0], used_keys(call, len(call.kv))
+        if not len(rows):
+            return None
+        content = state.content[call.q][rows]
+        found = self.codes.read(content, "q")
+        if found is None:
+            self.fail(rank, f"a call takes queries from {call.q!r}, which holds something else")
+        tokens, heads = found
+        if len(heads.unique()) < len(heads):
+            self.fail(rank, f"{call.q!r} holds the heads {heads.tolist()}, one of them twice")
+        if self.name == "backward":
+            for what, name in {"dout": call.dout, "lse": call.lse, "delta": call.delta}.items():
+                if (state.content[name][rows] != self.codes.of(what, tokens, heads)).any():
+                    self.fail(rank, f"a call takes {what} from {name!r}, which holds something else")
+        keys = self.part(state.content, call.kv).clone()
+        read = self.codes.read(keys[used], "kv") if self.part(state.ready, call.kv)[used].all() else None
+        if read is None:
+            self.fail(rank, f"{call.kv} is read where it holds no keys")
+        key_tokens = torch.full((len(used),), NOTHING)
+        key_tokens[used] = read[0]
+        share, rest = divmod(len(heads), len(read[1]))
+        if rest or (used.any() and (read[1].repeat_interleave(share) != heads // self.group).any()):
+            self.fail(rank, f"the query heads {heads.tolist()} of a call read the key/value heads {read[1].tolist()}")
+        return _Computed(call, len(self.computed), len(state.content[call.q]), rows, tokens, heads, key_tokens, read[1])
+
+    def touch(self, rank: int, made: _Computed) -> None:
+        """A row's first touch begins its state, its last ends it, and touches in between find it begun."""
+        state, call = self.ranks[rank], made.call
+        rows, flags = touched_rows(call)
         first, last = (flags & int(Touch.FIRST)).bool(), (flags & int(Touch.LAST)).bool()
+        begun, ended = state.begun[call.q], state.ended[call.q]
         if not call.carries and not (first & last).all():
             self.fail(rank, "a call that carries no state has touches that are not the first and the last")
-        if (state.written["out"][rows] > 0).any():
+        if ended[rows].any():
             self.fail(rank, "a call touches query rows after their last touch")
-        if (state.begun[rows] == first).any():
+        if (begun[rows] == first).any():
             self.fail(rank, "query rows must be begun by their first touch, and by no other")
-        state.begun[rows] = True
-        for written in state.written.values():
-            written[rows[last]] += 1
+        begun[rows] = True
+        ended[rows[last]] = True
+        for what, name in (("out", call.out), ("lse", call.lse)):
+            if state.ready[name][rows[last]].any():
+                self.fail(rank, f"rows of {name!r} are not written exactly once")
+            state.content[name][rows[last]] = self.codes.of(what, made.tokens[last], made.heads)
+            state.ready[name][rows[last]] = True
 
-    def accumulate(self, rank: int, call: Call, keys: Tensor) -> None:
-        """A backward call adds this rank's share to the gradients of the keys that it reads."""
-        state = self.ranks[rank]
+    def accumulate(self, rank: int, made: _Computed) -> None:
+        """A backward call adds its share to the gradients of the queries and of the keys that it reads."""
+        state, call, rows = self.ranks[rank], made.call, made.rows
         if call.dkv is None or len(call.dkv) != len(call.kv):
             self.fail(rank, "a backward call needs as many gradient rows as key rows")
-            return
+        content, shares = self.part(state.content, call.dkv), self.part(state.shares, call.dkv)
+        if content.shape[1] != len(made.key_heads):
+            self.fail(rank, "a backward call needs as many gradient heads as key/value heads")
         if not self.part(state.ready, call.dkv).all() or not state.ready[call.dq].all():
             self.fail(rank, f"{call.dkv} or {call.dq} is added to before it was cleared")
-        content, shares = self.part(state.content, call.dkv), self.part(state.shares, call.dkv)
-        used = _used_keys(call, len(call.kv))
-        if ((content != _NOTHING) & (content != keys))[used].any():
-            self.fail(rank, f"{call.dkv} mixes the gradients of different tokens")
-        content[used] = keys[used]
-        if call.dkv.heads is None and shares[used, rank].any() and isinstance(call.work, Tiles):
-            self.fail(rank, f"{call.dkv} gets this rank's share twice")
-        shares[used, rank] = True
-        rows = _touched_rows(call)[0]
-        if ((state.content[call.dq] != _NOTHING)[rows] & (state.content[call.dq][rows] != state.tokens[rows])).any():
-            self.fail(rank, f"{call.dq} mixes the gradients of different tokens")
-        state.content[call.dq][rows] = state.tokens[rows]
-        state.counts[call.dq][rows] += 1
-        self.touches[state.tokens[rows]] += 1
+        used = used_keys(call, len(call.kv))
+        expected = self.codes.of("kv", made.keys[used], made.key_heads)
+        if ((content[used] != NOTHING) & (content[used] != expected)).any():
+            self.fail(rank, f"{call.dkv} mixes the gradients of different tokens or heads")
+        content[used] = expected
+        for head, column in enumerate(self.columns(made)):
+            shares[used, head, column] = True
+        expected, found = self.codes.of("q", made.tokens, made.heads), state.content[call.dq][rows]
+        if ((found != NOTHING) & (found != expected)).any():
+            self.fail(rank, f"{call.dq} mixes the gradients of different tokens or heads")
+        state.content[call.dq][rows] = expected
+        state.shares[call.dq][rows, :, made.number * self.replicas] = True
+
+    def columns(self, made: _Computed) -> list[int]:
+        """The column of `_Rank.shares` for each of a call's key/value heads: replicas of a head have their own."""
+        heads = made.key_heads.tolist()
+        return [made.number * self.replicas + heads[:at].count(head) for at, head in enumerate(heads)]
 
     def add(self, rank: int, step: Step) -> None:
         state = self.ranks[rank]
@@ -300,122 +402,91 @@ class _Walk:
             if add.src.overlaps(add.dst):
                 self.fail(rank, f"{add} adds rows to themselves")
             kinds = {state.kinds[rows.buffer] for rows in (add.src, add.dst)}
-            if len(kinds) > 1 or not kinds <= {Kind.TOKEN_SUMS, Kind.PAIR_SUMS}:
+            if len(kinds) > 1 or not kinds <= set(_SUMS):
                 self.fail(rank, f"{add} adds {', '.join(sorted(kinds))}")
+            src, dst = (self.part(state.content, rows) for rows in (add.src, add.dst))
+            if src.shape != dst.shape:
+                self.fail(rank, f"{add} adds different numbers of heads")
             if not (self.part(state.ready, add.src).all() and self.part(state.ready, add.dst).all()):
                 self.fail(rank, f"{add} uses rows that hold nothing")
-            src, dst = (self.part(state.content, rows) for rows in (add.src, add.dst))
-            if ((src != _NOTHING) & (dst != _NOTHING) & (src != dst)).any():
-                self.fail(rank, f"{add} mixes the gradients of different tokens")
-            dst.copy_(torch.where(dst == _NOTHING, src, dst))
+            if ((src != NOTHING) & (dst != NOTHING) & (src != dst)).any():
+                self.fail(rank, f"{add} mixes the gradients of different tokens or heads")
+            dst.copy_(torch.where(dst == NOTHING, src, dst))
             shares, more = self.part(state.shares, add.dst), self.part(state.shares, add.src)
             if (shares & more).any():
-                self.fail(rank, f"{add} adds a rank's share twice")
+                self.fail(rank, f"{add} adds a share twice")
             shares |= more
-            self.part(state.counts, add.dst).add_(self.part(state.counts, add.src))
 
-    def settle(self, rank: int) -> None:
-        """Results are complete: outputs written once, gradients at home with every share."""
-        state = self.ranks[rank]
-        for name in ("q", "dout", "lse", "delta") if self.name == "backward" else ("q",):
-            expected = state.tokens + _INPUTS.index(name) * state.total
-            if (state.content[name][: len(state.tokens)] != expected).any():
-                self.fail(rank, f"the pass changes its input {name!r}, which is its caller's")
-        if self.name == "forward":
-            for name, written in state.written.items():
-                if (written != 1).any():
-                    self.fail(rank, f"{int((written != 1).sum())} rows of {name!r} are not written exactly once")
-            return
-        count = len(state.tokens)
-        if not (state.ready["dq"].all() and state.ready["dkv"][:count].all()):
-            self.fail(rank, "gradients were never cleared")
-        if (state.counts["dq"][:count] != self.touches[state.tokens]).any():
-            self.fail(rank, "shares of query gradients are lost")
-        for name in ("dq", "dkv"):
-            content = state.content[name][:count]
-            if ((content != _NOTHING) & (content != state.tokens)).any():
-                self.fail(rank, f"gradients of other tokens came home in {name!r}")
-        expected = torch.zeros(len(self.mask.tracks), len(self.ranks), dtype=torch.bool)
-        for other, there in enumerate(self.ranks):
-            for call, keys in there.computed:
-                used = _used_keys(call, len(keys))
-                expected[keys[used], other] = True
-        if (state.shares["dkv"][:count] != expected[state.tokens]).any():
-            self.fail(rank, "shares of key and value gradients did not come home")
+    def written(self, rank: int, seen: Tensor) -> None:
+        """Outputs are at home: computed, or cleared where a token sees nothing."""
+        state, shard = self.ranks[rank], self.shards[rank]
+        for name in ("out", "lse"):
+            content = state.content[name][: len(shard)]
+            right = content == self.codes.of(name, shard, torch.arange(self.heads))
+            right |= (content == CLEARED) & ~seen.unsqueeze(1)
+            if not right.all():
+                self.fail(rank, f"{int((~right.all(1)).sum())} rows of {name!r} are not written exactly once")
 
-    def cover(self, rank: int) -> int:
-        """Every legal pair of this rank's queries exactly once. Returns their number."""
-        state, tracks = self.ranks[rank], self.mask.tracks
-        total = 0
-        counts = [(_covered(call, len(keys), self.name, len(state.tokens)), keys) for call, keys in state.computed]
-        for low in range(0, len(state.tokens), _STRIP):
-            rows = slice(low, low + _STRIP)
-            legal = dense(self.mask.mask, tracks.take(state.tokens[rows]), tracks)
-            found = torch.zeros(legal.shape, dtype=torch.int32)
-            for count, keys in counts:
-                used = count[rows].any(0)
-                found.index_add_(1, keys[used], count[rows][:, used])
-            if (found > 1).any():
-                self.fail(rank, f"{int((found > 1).sum())} pairs are computed more than once")
-            if (found != legal.int()).any():
-                missing, extra = int((legal & (found == 0)).sum()), int((~legal & (found > 0)).sum())
-                self.fail(rank, f"{missing} legal pairs are not computed, {extra} illegal ones are")
-            total += int(legal.sum())
-        return total
+    def at_home(self, rank: int) -> None:
+        """Gradients are at home, with the shares of all calls that belong to them, and no others."""
+        state, shard = self.ranks[rank], self.shards[rank]
+        place = torch.full((self.codes.tokens,), NOTHING)
+        place[shard] = torch.arange(len(shard))
+        for name, what, heads in (("dq", "q", self.heads), ("dkv", "kv", self.kv_heads)):
+            if not state.ready[name][: len(shard)].all():
+                self.fail(rank, "gradients were never cleared")
+            content = state.content[name][: len(shard)]
+            if ((content != NOTHING) & (content != self.codes.of(what, shard, torch.arange(heads)))).any():
+                self.fail(rank, f"gradients of other tokens or heads came home in {name!r}")
+            expected = torch.zeros(len(shard), heads, state.shares[name].shape[2], dtype=torch.bool)
+            for made in self.computed:
+                tokens = made.tokens if name == "dq" else made.keys[made.keys != NOTHING]
+                rows = place[tokens]
+                rows = rows[rows != NOTHING]
+                if name == "dq":
+                    expected[rows.unsqueeze(1), made.heads, made.number * self.replicas] = True
+                else:
+                    for head, column in zip(made.key_heads.tolist(), self.columns(made), strict=True):
+                        expected[rows, head, column] = True
+            if (state.shares[name][: len(shard)] != expected).any():
+                self.fail(rank, f"shares of the gradients in {name!r} did not come home")
+
+    def cover(self, rank: int) -> Tensor:
+        """Every legal pair of this rank's tokens exactly once for every query head. Returns which tokens see a key."""
+        shard = self.shards[rank]
+        place = torch.full((self.codes.tokens,), NOTHING)
+        place[shard] = torch.arange(len(shard))
+        parts = []
+        for made in self.computed:
+            here = place[made.tokens] != NOTHING
+            if here.any():
+                try:
+                    count = self.counts.of(made.call, made.queries, len(made.keys))[made.rows[here]]
+                except ValueError as error:
+                    self.fail(rank, str(error))
+                used = count.any(0)
+                parts.append((made.heads.tolist(), place[made.tokens[here]], made.keys[used], count[:, used]))
+        seen = torch.zeros(len(shard), dtype=torch.bool)
+        for low in range(0, len(shard), _STRIP):
+            legal = dense(self.mask.mask, self.mask.tracks.take(shard[low : low + _STRIP]), self.mask.tracks)
+            seen[low : low + _STRIP] = legal.any(1)
+            self.pairs += int(legal.sum())
+            for chosen in {tuple(head in heads for heads, *_ in parts) for head in range(self.heads)}:
+                found = torch.zeros(legal.shape, dtype=torch.int32)
+                for (_, rows, keys, count), wanted in zip(parts, chosen, strict=True):
+                    inside = (rows >= low) & (rows < low + _STRIP)
+                    if wanted and inside.any():
+                        wide = torch.zeros(int(inside.sum()), found.shape[1], dtype=torch.int32)
+                        found.index_add_(0, rows[inside] - low, wide.index_add_(1, keys, count[inside]))
+                if (found > 1).any():
+                    self.fail(rank, f"{int((found > 1).sum())} pairs are computed more than once")
+                if (found != legal.int()).any():
+                    missing, extra = int((legal & (found == 0)).sum()), int((~legal & (found > 0)).sum())
+                    self.fail(rank, f"{missing} legal pairs are not computed, {extra} illegal ones are")
+        return seen
 
     @staticmethod
     def part(columns: dict[str, Tensor], rows: Rows) -> Tensor:
-        return columns[rows.buffer][rows.start : rows.stop]
-
-
-def _touched_rows(call: Call) -> tuple[Tensor, Tensor]:
-    """The query rows of a call and their flags; rows of untouched blocks are left out."""
-    work = call.work
-    if isinstance(work, Tiles):
-        busy = (work.by_query.counts() > 0).repeat_interleave(work.block)[: work.query_rows]
-        rows = busy.nonzero().flatten()
-        return rows, work.touch.repeat_interleave(work.block)[rows]
-    rows = torch.cat([torch.arange(start, stop) for start, stop in work.queries.tolist()] or [torch.arange(0)])
-    lengths = work.queries[:, 1] - work.queries[:, 0]
-    return rows, work.touch.repeat_interleave(lengths)
-
-
-def _used_keys(call: Call, rows: int) -> Tensor:
-    """Which key rows a call reads, bool [rows]."""
-    used = torch.zeros(rows, dtype=torch.bool)
-    work = call.work
-    if isinstance(work, Tiles):
-        busy = (work.by_key.counts() > 0).nonzero().flatten()
-        for start, length in zip(work.key_row[busy].tolist(), work.key_len[busy].tolist(), strict=True):
-            used[start : start + length] = True
-    else:
-        for start, stop in work.keys.tolist():
-            used[start:stop] = True
-    return used
-
-
-def _covered(call: Call, rows: int, name: str, queries: int) -> Tensor:
-    """How often a call computes each pair, int32 [queries, key rows]."""
-    work = call.work
-    if not isinstance(work, Tiles):
-        return _covered_varlen(work, queries, rows)
-    # Key block j in columns of its own, then moved to the rows where it lies.
-    place = work.key_row.long().unsqueeze(1) + torch.arange(work.block)
-    real = (torch.arange(work.block) < work.key_len.unsqueeze(1)).flatten()
-    width = len(work.key_row) * work.block
-    found = covered(work.by_query, queries, width, work.block)
-    if (found != covered(work.by_key, width, queries, work.block).T).any():
-        raise ScheduleError(f"{name}: the tiles of a call by query and by key are not the same")
-    if found[:, ~real].any():
-        raise ScheduleError(f"{name}: a call computes pairs behind the end of a key block")
-    count = torch.zeros(queries, rows, dtype=torch.int32)
-    return count.index_add_(1, place.flatten()[real], found[:, real])
-
-
-def _covered_varlen(work: Varlen, queries: int, rows: int) -> Tensor:
-    count = torch.zeros(queries, rows, dtype=torch.int32)
-    for (q0, q1), (k0, k1) in zip(work.queries.tolist(), work.keys.tolist(), strict=True):
-        part = torch.ones(q1 - q0, k1 - k0, dtype=torch.int32)
-        causal = part.tril((k1 - k0) - (q1 - q0))
-        count[q0:q1, k0:k1] += {Band.FULL: part, Band.CAUSAL: causal, Band.REVERSE_CAUSAL: part - causal}[work.band]
-    return count
+        """The rows and heads of a buffer."""
+        found = columns[rows.buffer][rows.start : rows.stop]
+        return found if rows.heads is None else found[:, rows.heads[0] : rows.heads[1]]

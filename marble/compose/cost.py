@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marble.compose.schedule import Kind, Pass, Schedule
-from marble.kernels.contract import Tiles
+from marble.kernels.contract import MAX_BLOCK, Band, Tiles, Varlen
 
 _SUMS = (Kind.PAIR_SUMS, Kind.TOKEN_SUMS, Kind.STATISTICS)
 
@@ -59,29 +59,53 @@ class Summary:
         return self.partial.sum().item() / visited if visited else 0.0
 
 
-def summarise(schedules: Sequence[Schedule], head_dim: int, itemsize: int = 2) -> Summary:
+def summarise(schedules: Sequence[Schedule], head_dim: int, itemsize: int = 2, block: int = MAX_BLOCK) -> Summary:
     """Count the work and the bytes of all ranks' schedules.
 
     Args:
         schedules: one per rank.
         head_dim: size of a head.
         itemsize: bytes per element of the inputs; sums across ranks are float32.
+        block: rows of the tiles that a dense call counts as; a call over tiles has its own.
     """
     counts = torch.zeros(4, len(schedules), max(len(s.forward.steps) for s in schedules), dtype=torch.int64)
     for rank, schedule in enumerate(schedules):
         for number, step in enumerate(schedule.forward.steps):
             for call in step.calls:
-                if isinstance(call.work, Tiles):
-                    tiles = call.work.by_query
-                    touched = int((tiles.counts() > 0).sum())
-                    counts[:, rank, number] += torch.tensor(
-                        [call.work.visited, tiles.partial, len(tiles.runs), touched]
-                    )
+                counts[:, rank, number] += (
+                    _tiles(call.work) if isinstance(call.work, Tiles) else _dense(call.work, block)
+                )
     received = [
         torch.tensor([_received(schedule.rank, which(schedule), head_dim, itemsize) for schedule in schedules])
         for which in (lambda schedule: schedule.forward, lambda schedule: schedule.backward)
     ]
     return Summary(torch.tensor(schedules[0].tokens), *counts, *received)
+
+
+def _tiles(work: Tiles) -> Tensor:
+    """Visited tiles, partial tiles, runs and touched query blocks of a call."""
+    tiles = work.by_query
+    return torch.tensor([work.visited, tiles.partial, len(tiles.runs), int((tiles.counts() > 0).sum())])
+
+
+def _dense(work: Varlen, block: int) -> Tensor:
+    """The same for a dense call, with every sequence cut into blocks from its first query and its first key."""
+    rows, keys = (ends[:, 1].long() - ends[:, 0].long() for ends in (work.queries, work.keys))
+    blocks = -(-rows // block)
+    first = torch.arange(int(blocks.sum())) - torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
+    rows, keys = torch.repeat_interleave(rows, blocks), torch.repeat_interleave(keys, blocks)
+    first, whole = first * block, (first + 1) * block <= rows
+    last = torch.minimum(first + block, rows) - 1
+    # Keys that some row of a query block sees, [some, end), and that all its rows see, [every, until).
+    some, every, end, until = torch.zeros_like(keys), torch.zeros_like(keys), keys, keys
+    if work.band is Band.CAUSAL:
+        end, until = ((row + keys - rows + 1).clamp(min=0) for row in (last, first))
+    elif work.band is Band.REVERSE_CAUSAL:
+        some, every = ((row + keys - rows + 1).clamp(min=0) for row in (first, last))
+    visited = torch.where(some < end, -(-end // block) - some // block, 0)
+    full = torch.where(whole, (until // block + every.neg() // block).clamp(min=0), 0)
+    touched = len(visited)
+    return torch.tensor([int(visited.sum()), int((visited - full).sum()), int((full > 0).sum()), touched])
 
 
 def _received(rank: int, which: Pass, head_dim: int, itemsize: int) -> int:

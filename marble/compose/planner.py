@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,68 +17,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marble.compose.schedule import Schedule
+from marble.compose.schedules.chunked import chunked
 from marble.compose.schedules.fetch import all_gather, sparse_a2a
 from marble.compose.schedules.ring import ring
+from marble.compose.schedules.ulysses import HeadSplit
+from marble.compose.schedules.ulysses import ulysses as split_heads
+from marble.compose.shape import AttentionShape
 from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.domains import probe
 from marble.mask.modes import not_padding, packed_mask
+from marble.mask.pieces import NotDenseError
 from marble.mask.ranges import VisibleRanges
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.mask.tracks import Tracks
 from marble.order.balanced_samples import balanced_samples
+from marble.order.chunks import chunk_order
 from marble.order.contiguous import contiguous
 from marble.order.ptrr import ptrr
 from marble.order.set_apart import set_apart
 from marble.order.token_order import TokenOrder
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """The attention of one layer.
-
-    Args:
-        heads: query heads.
-        kv_heads: key/value heads; they divide ``heads``. Equal numbers are multi-head attention.
-        head_dim: size of a head.
-        window: last tokens that a query sees, itself included; None for a global layer. Bidirectional spans are seen
-            whole whatever the window.
-        scale: softmax scale > 0; by default ``head_dim ** -0.5``.
-
-    Raises:
-        TypeError, ValueError: if a number is not what it must be.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-    scale: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "kv_heads", "head_dim", "window"):
-            value = getattr(self, name)
-            if value is None and name == "window":
-                continue
-            if as_int(value, f"AttentionShape.{name}") < 1:
-                hint = "; a global layer has window=None" if name == "window" else ""
-                raise ValueError(f"AttentionShape.{name}: must be at least 1, got {value}{hint}")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"AttentionShape.kv_heads: {self.kv_heads} key/value heads do not divide {self.heads} query heads"
-            )
-        if self.scale is not None:
-            if isinstance(self.scale, bool) or not isinstance(self.scale, int | float):
-                raise TypeError(f"AttentionShape.scale: expected a number, got {type(self.scale).__name__}")
-            if not 0 < self.scale < float("inf"):
-                raise ValueError(f"AttentionShape.scale: must be positive and finite, got {self.scale}")
-
-    @property
-    def softmax_scale(self) -> float:
-        """The scale that multiplies q · k."""
-        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +53,7 @@ class Plan:
             one.
         rank: this process's rank, or None if it runs all ranks (virtual ranks).
         block: rows of a tile's block.
+        ulysses: how many neighbouring ranks share the heads of their tokens; 1 if none do.
         masks: per layer, the mask over the stored tokens; None once the plan has been pickled.
     """
 
@@ -100,6 +63,7 @@ class Plan:
     schedules: tuple[Mapping[int, Schedule], ...]
     rank: int | None
     block: int
+    ulysses: int = 1
     masks: tuple[StoredMask, ...] | None = None
 
     @property
@@ -116,6 +80,20 @@ class Plan:
     def local_tokens(self) -> int:
         """Tokens that this process holds: its rank's, or all of them with virtual ranks."""
         return self.tokens if self.rank is None else self.order.lengths[self.rank]
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks without work: none of the ranks that they share heads with has a token."""
+        groups = [sum(self.order.lengths[rank : rank + self.ulysses]) for rank in range(0, self.world, self.ulysses)]
+        return tuple(rank for rank in range(self.world) if not groups[rank // self.ulysses])
+
+    def __str__(self) -> str:
+        """One line: tokens, ranks, order and schedules, and who stays idle."""
+        ranks = f"{self.world} ranks" if self.ulysses == 1 else f"{self.world // self.ulysses} × {self.ulysses} ranks"
+        kinds = Counter(self.names)
+        layers = ", ".join(name if len(kinds) == 1 else f"{name} × {count}" for name, count in kinds.items())
+        idle = f"; ranks {list(self.idle)} have no work" if self.idle else ""
+        return f"plan of {self.tokens} tokens on {ranks}, order {self.order.name}, schedule {layers}{idle}"
 
     @cached_property
     def index(self) -> Tensor:
@@ -183,7 +161,7 @@ class Plan:
     @cached_property
     def digest(self) -> Tensor:
         """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
-        described = repr((self.order.name, self.world, self.block, self.layers, self.names)).encode()
+        described = repr((self.order.name, self.world, self.ulysses, self.block, self.layers, self.names)).encode()
         parts = (self.order.pieces, self.order.storage.span_order, *vars(self.order.storage.layout.table).values())
         sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
         return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
@@ -240,6 +218,7 @@ def plan(
     group: dist.ProcessGroup | None = None,
     schedule: str | Sequence[str] = "ring",
     order: str | None = None,
+    ulysses: int = 1,
     block: int = MAX_BLOCK,
     mask: MaskFn | None = None,
     tracks: Mapping[str, Tensor] | None = None,
@@ -254,10 +233,15 @@ def plan(
         group: a process group, instead of ``ranks`` and ``rank``.
         schedule: what moves between ranks, for all layers or one name per layer: ``ring`` (every shard visits every
             rank), ``sparse_a2a`` (each rank fetches the key blocks that its queries see; on a window layer, the last
-            window) or ``all_gather`` (every rank fetches every key; a baseline).
-        order: how tokens are dealt to ranks: ``ptrr`` (even work in every ring step), ``balanced_samples`` (whole
-            samples, even work and even tokens) or ``contiguous``. By default ``ptrr`` if a layer is a ring, else
+            window), ``chunked`` (a ring of a few dense calls per step, for long bidirectional spans) or ``all_gather``
+            (every rank fetches every key; a baseline).
+        order: how tokens are dealt to ranks: ``ptrr`` (even work in every ring step), ``chunks`` (large contiguous
+            chunks, even work in every step), ``balanced_samples`` (whole samples, even work and even tokens) or
+            ``contiguous``. By default ``chunks`` if a layer is chunked, else ``ptrr`` if one is a ring, else
             ``balanced_samples``.
+        ulysses: ranks that share the heads of their tokens: groups of so many neighbouring ranks exchange tokens for
+            heads before and after attention, and the schedule runs between the groups. It divides the number of ranks
+            and every layer's query heads; key/value heads are copied where it does not divide those.
         block: tokens of a tile's block, 1 to 128. Small blocks let short sequences spread over many ranks.
         mask: a mask of one's own, ``mask(q, k)`` over token tracks (see `marble.mask.algebra`), instead of the
             layout's modes. Padding stays invisible.
@@ -271,51 +255,98 @@ def plan(
     # A device context slows every call down, so it is entered only where the caller has another default device.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
-        return _plan(layout, layers, ranks, rank, group, schedule, order, block, mask, tracks)
+        return _plan(layout, layers, _resolve_ranks(ranks, rank, group), schedule, order, ulysses, block, mask, tracks)
 
 
 def _plan(
     layout: Layout,
     layers: AttentionShape | Sequence[AttentionShape],
-    ranks: int | None,
-    rank: int | None,
-    group: dist.ProcessGroup | None,
+    ranks: tuple[int, int | None],
     schedule: str | Sequence[str],
     order: str | None,
+    ulysses: int,
     block: int,
     mask: MaskFn | None,
     tracks: Mapping[str, Tensor] | None,
 ) -> Plan:
     layers = (layers,) if isinstance(layers, AttentionShape) else _as_layers(layers)
-    world, rank = _resolve_ranks(ranks, rank, group)
+    world, rank = ranks
+    _check_degree(ulysses := as_int(ulysses, "ulysses"), world, layers)
     block = as_int(block, "block")
     if not 1 <= block <= MAX_BLOCK:
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
     names = _resolve_schedules(schedule, len(layers))
     if order is None:
-        order = "ptrr" if "ring" in names else "balanced_samples"
+        order = "chunks" if "chunked" in names else "ptrr" if "ring" in names else "balanced_samples"
     if not isinstance(order, str):
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
     masks = _stored_masks(layout, layers, mask, tracks)
-    dealt = ORDERS[order](masks, world, block)
-    idle = [other for other, length in enumerate(dealt.lengths) if length == 0]
-    if idle:
+    try:
+        groups = ORDERS[order](masks, world // ulysses, block)
+    except NotDenseError as error:
+        if "chunked" in names:
+            raise ValueError(f"schedule: layer {names.index('chunked')} cannot be 'chunked': {error}") from None
+        raise ValueError(f"order: {order!r} needs a mask that dense calls can express, but {error}") from None
+    dealt = groups if ulysses == 1 else groups.split(ulysses)
+    schedules = _build(groups, dealt, layers, names, masks, range(world) if rank is None else (rank,), block)
+    planned = Plan(dealt, layers, names, schedules, rank, block, ulysses, masks)
+    if planned.idle:
         warnings.warn(
-            f"marble.plan: ranks {idle} get no tokens ({layout.tokens} tokens in blocks of {block} on {world} ranks)",
+            f"marble.plan: ranks {list(planned.idle)} get no tokens ({layout.tokens} tokens in blocks of {block} on "
+            f"{world} ranks)",
             stacklevel=3,
         )
-    mine = range(world) if rank is None else (rank,)
+    return planned
+
+
+def _build(
+    groups: TokenOrder,
+    order: TokenOrder,
+    layers: Sequence[AttentionShape],
+    names: Sequence[str],
+    masks: Sequence[StoredMask],
+    ranks: Sequence[int],
+    block: int,
+) -> tuple[Mapping[int, Schedule], ...]:
+    """Per layer the schedules of some ranks; layers that are alike share theirs, and so do the ranks of a group."""
+    degree = order.world // groups.world
     built: dict[tuple[str, int, int, int], Mapping[int, Schedule]] = {}
-    schedules = []
-    for shape, stored, name in zip(layers, masks, names, strict=True):
-        key = (name, id(stored), shape.heads, shape.kv_heads)
+    found: list[Mapping[int, Schedule]] = []
+    for shape, mask, name in zip(layers, masks, names, strict=True):
+        key = (name, id(mask), shape.heads, shape.kv_heads)
         if key not in built:
-            build = SCHEDULES[name]
-            built[key] = {other: build(dealt, stored, other, block, shape.heads, shape.kv_heads) for other in mine}
-        schedules.append(built[key])
-    return Plan(dealt, layers, names, tuple(schedules), rank, block, masks)
+            split = HeadSplit(shape.heads, shape.kv_heads, degree)
+            try:
+                inner = {
+                    group: SCHEDULES[name](groups, mask, group, block, split.inner_heads, split.inner_kv_heads)
+                    for group in sorted({rank // degree for rank in ranks})
+                }
+            except NotDenseError as error:
+                raise ValueError(f"schedule: layer {len(found)} cannot be {name!r}: {error}") from None
+            if degree > 1:
+                built[key] = {rank: split_heads(inner[rank // degree], rank, order.lengths, split) for rank in ranks}
+            else:
+                built[key] = inner
+        found.append(built[key])
+    return tuple(found)
+
+
+def _check_degree(degree: int, world: int, layers: Sequence[AttentionShape]) -> None:
+    if degree < 1:
+        raise ValueError(f"ulysses: must be at least 1, got {degree}")
+    shared = gcd(world, *(shape.heads for shape in layers))
+    fits = [other for other in range(1, shared + 1) if not shared % other]
+    nearest = min(fits, key=lambda other: (abs(other - degree), -other))
+    if world % degree:
+        raise ValueError(f"ulysses: {degree} does not divide {world} ranks; the nearest degree that works is {nearest}")
+    for index, shape in enumerate(layers):
+        if shape.heads % degree:
+            raise ValueError(
+                f"ulysses: {degree} ranks cannot share the {shape.heads} query heads of layer {index} evenly; the "
+                f"nearest degree that works is {nearest}"
+            )
 
 
 def _resolve_schedules(schedule: str | Sequence[str], layers: int) -> tuple[str, ...]:
@@ -405,8 +436,17 @@ def _deal_balanced_samples(masks: Sequence[StoredMask], world: int, block: int) 
     return TokenOrder("balanced_samples", storage, world, pieces)
 
 
+def _deal_chunks(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
+    """By the first mask that dense calls can express: all global layers share one."""
+    for mask in masks[1:]:
+        with suppress(NotDenseError):
+            return chunk_order(mask, world, block)
+    return chunk_order(masks[0], world, block)
+
+
 ORDERS: Mapping[str, Callable[[Sequence[StoredMask], int, int], TokenOrder]] = {
     "ptrr": _deal_ptrr,
+    "chunks": _deal_chunks,
     "balanced_samples": _deal_balanced_samples,
     "contiguous": _deal_contiguous,
 }
@@ -414,5 +454,6 @@ ORDERS: Mapping[str, Callable[[Sequence[StoredMask], int, int], TokenOrder]] = {
 SCHEDULES: Mapping[str, Callable[[TokenOrder, StoredMask, int, int, int, int], Schedule]] = {
     "ring": ring,
     "sparse_a2a": sparse_a2a,
+    "chunked": chunked,
     "all_gather": all_gather,
 }

@@ -57,3 +57,9 @@ class Storage:
     def sequence(self) -> Tensor:
         """Each stored token's position in the sequence, int64 [tokens]."""
         return self.layout.table.start[self.span] + self.within
+
+    def sequence_of(self, tokens: Tensor) -> Tensor:
+        """The same for some stored tokens, int64 [...], without looking at all others."""
+        starts = self.offset[self.span_order]
+        span = self.span_order[torch.searchsorted(starts, tokens, right=True) - 1]
+        return self.layout.table.start[span] + tokens - self.offset[span]

@@ -45,9 +45,30 @@ class TokenOrder:
         start = torch.cat([stop.new_zeros(1), stop[:-1]])
         return cls(name, storage, world, torch.stack([start, stop, rank], 1))
 
+    def split(self, parts: int) -> TokenOrder:
+        """Every rank's tokens cut into ``parts`` even parts for neighbouring ranks: rank r's are the ranks r · parts
+        and following. Parts differ by one token at most."""
+        pieces = []
+        for rank, length in enumerate(self.lengths):
+            start, stop = self.segments(rank).T.contiguous()
+            row = (stop - start).cumsum(0) - (stop - start)  # of each piece's first token among the rank's
+            cuts = torch.arange(parts) * length // parts
+            first = torch.unique(torch.cat([row, cuts[cuts < length]]))
+            size = torch.cat([first[1:], first.new_full((min(length, 1),), length)]) - first
+            piece = torch.searchsorted(row, first, right=True) - 1
+            low = start[piece] + first - row[piece]
+            part = torch.searchsorted(cuts, first, right=True) - 1
+            pieces.append(torch.stack([low, low + size, rank * parts + part], 1))
+        joined = torch.cat(pieces)
+        return TokenOrder(self.name, self.storage, self.world * parts, joined[torch.argsort(joined[:, 0])])
+
+    def segments(self, rank: int) -> Tensor:
+        """A rank's pieces, int64 [its pieces, 2] of (first storage position, one past the last), rising."""
+        return self.pieces[self.pieces[:, 2] == rank, :2]
+
     def shard(self, rank: int) -> Tensor:
         """Storage positions of a rank's tokens, int64 [its tokens]."""
-        start, stop, _ = self.pieces[self.pieces[:, 2] == rank].T
+        start, stop = self.segments(rank).T.contiguous()
         length = stop - start
         first = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
         return first + torch.arange(len(first))

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import marble
-from marble.compose.planner import AttentionShape, Plan
+from marble.compose.planner import Plan
+from marble.compose.shape import AttentionShape
 from marble.kernels.contract import accumulation_dtype
 from marble.kernels.reference import attend, differentiate, finish
 from marble.layout import Layout

@@ -14,13 +14,16 @@ import torch
 
 from marble.compose.planner import SCHEDULES
 from marble.compose.schedule import Schedule
+from marble.compose.schedules.ulysses import HeadSplit, ulysses
 from marble.layout import Layout, Mode, Span
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.modes import not_padding, packed_mask
+from marble.mask.pieces import NotDenseError, dense_pieces
 from marble.mask.ranges import VisibleRanges
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.order.balanced_samples import balanced_samples
+from marble.order.chunks import chunk_order
 from marble.order.contiguous import contiguous
 from marble.order.ptrr import ptrr
 from marble.order.set_apart import set_apart
@@ -29,8 +32,8 @@ from marble.order.token_order import TokenOrder
 BLOCKS = (*range(1, 10), 33, 128)
 """Block sizes that random cases use: small ones let short sequences cross blocks and ranks."""
 
-DEALS = ("contiguous", "ptrr", "balanced_samples", "dealt", "pieces")
-"""Ways of dealing tokens to ranks: the planner's three, blocks at random, and cuts anywhere at random."""
+DEALS = ("contiguous", "ptrr", "balanced_samples", "chunks", "dealt", "pieces")
+"""Ways of dealing tokens to ranks: the planner's, blocks at random, and cuts anywhere at random."""
 
 
 def random_layout(rng: Random, *, samples: int = 5, spans: int = 8, length: int = 9) -> Layout:
@@ -98,6 +101,8 @@ def random_order(rng: Random, mask: StoredMask, world: int, block: int, deal: st
     if deal == "ptrr":
         costs = torch.tensor([rng.randint(0, 9) for _ in range(blocks)])
         return TokenOrder.of_blocks(deal, storage, world, ptrr(costs, world), block)
+    if deal == "chunks" and is_dense(mask):
+        return chunk_order(mask, world, rng.randint(1, block))
     if deal == "dealt":
         ranks = torch.tensor([rng.randrange(world) for _ in range(blocks)])
         return TokenOrder.of_blocks(deal, storage, world, ranks, block)
@@ -172,18 +177,25 @@ class Case:
     mask: StoredMask
     order: TokenOrder
     schedule: str = "ring"
+    groups: TokenOrder | None = None
+    ulysses: int = 1
 
     def __repr__(self) -> str:
         return (
             f"Case({self.layout.to_json()}, window={self.window}, user={self.user}, block={self.block}, "
             f"world={self.world}, heads={self.heads}/{self.kv_heads}, order={self.order.name}, "
-            f"pieces={self.order.pieces.tolist()}, schedule={self.schedule})"
+            f"pieces={self.order.pieces.tolist()}, schedule={self.schedule}, ulysses={self.ulysses})"
         )
 
     def schedules(self) -> list[Schedule]:
         """The schedules of all ranks."""
-        build = SCHEDULES[self.schedule]
-        return [build(self.order, self.mask, rank, self.block, self.heads, self.kv_heads) for rank in range(self.world)]
+        groups = self.order if self.groups is None else self.groups
+        split = HeadSplit(self.heads, self.kv_heads, self.ulysses)
+        build, sizes = SCHEDULES[self.schedule], (self.block, split.inner_heads, split.inner_kv_heads)
+        inner = [build(groups, self.mask, group, *sizes) for group in range(groups.world)]
+        if self.ulysses == 1:
+            return inner
+        return [ulysses(inner[r // self.ulysses], r, self.order.lengths, split) for r in range(self.world)]
 
 
 def random_case(
@@ -194,8 +206,10 @@ def random_case(
     ranks: tuple[int, int] = (1, 8),
     blocks: tuple[int, ...] = BLOCKS,
     schedules: tuple[str, ...] = tuple(SCHEDULES),
+    degrees: tuple[int, ...] = (1, 1, 1, 1, 1, 2, 3, 4),
 ) -> Case:
-    """A random layout, mask, token order, schedule and head count; one case in six has a mask of its user's own."""
+    """A random layout, mask, token order, schedule and head count; one case in six has a mask of its user's own, and
+    heads are split over one of ``degrees`` ranks. Only masks that dense calls can express get the chunked ring."""
     layout = random_layout(rng, samples=samples, spans=spans)
     user = random_expression(rng, ("sample", "seg", "noise", "pos", "shot")) if rng.random() < 1 / 6 else None
     window = random_window(rng) if user is None else None
@@ -203,5 +217,33 @@ def random_case(
     mask = stored_mask(Storage.natural(layout) if natural else set_apart(layout), window, user=user)
     block, world = rng.choice(blocks), rng.randint(*ranks)
     heads, kv_heads = rng.choice([(1, 1), (2, 2), (2, 1), (4, 2)])
-    order, schedule = random_order(rng, mask, world, block), rng.choice(schedules)
-    return Case(layout, window, user, block, world, heads, kv_heads, mask, order, schedule)
+    degree = min(rng.choice(degrees), ranks[1])
+    if degree > 1:
+        world = max(world // degree, 1) * degree
+        heads, kv_heads = rng.choice(((degree, 1), (degree, degree), (2 * degree, 2), (2 * degree, degree)))
+    dense = is_dense(mask)
+    names = tuple(name for name in schedules if dense or name != "chunked") or ("ring",)
+    groups = random_order(rng, mask, world // degree, block)
+    return Case(
+        layout,
+        window,
+        user,
+        block,
+        world,
+        heads,
+        kv_heads,
+        mask,
+        groups if degree == 1 else groups.split(degree),
+        rng.choice(names),
+        groups,
+        degree,
+    )
+
+
+def is_dense(mask: StoredMask) -> bool:
+    """Whether dense calls can express a mask."""
+    try:
+        dense_pieces(mask, torch.tensor([[0, mask.storage.layout.tokens]]))
+    except NotDenseError:
+        return False
+    return True

@@ -7,6 +7,7 @@ with the same plan on virtual ranks in this process.
 import datetime
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,24 @@ LAYOUTS = {
 CASES = [
     (name, order, dtype)
     for name in LAYOUTS
-    for order, dtype in (("ptrr", torch.float32), ("ptrr", torch.bfloat16), ("balanced_samples", torch.float32))
+    for order, dtype in (
+        ("ptrr", torch.float32),
+        ("ptrr", torch.bfloat16),
+        ("balanced_samples", torch.float32),
+        ("chunks", torch.bfloat16),
+    )
 ]
 
 
 def plan_for(name: str, order: str, **ranks: Any) -> Plan:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "marble.plan: ranks .* get no tokens")
-        schedule = "ring" if order == "ptrr" else ["sparse_a2a", "all_gather"]
-        return marble.plan(LAYOUTS[name], SHAPES, schedule=schedule, order=order, block=16, **ranks)
+        if order == "chunks":  # dense calls have no windows; two ranks share heads
+            layers, schedule, ulysses = (SHAPES[0], replace(SHAPES[0], scale=0.3)), ["chunked", "sparse_a2a"], 2
+        else:
+            layers, ulysses = SHAPES, 1
+            schedule = "ring" if order == "ptrr" else ["sparse_a2a", "all_gather"]
+        return marble.plan(LAYOUTS[name], layers, schedule=schedule, order=order, ulysses=ulysses, block=16, **ranks)
 
 
 def inputs(name: str, dtype: torch.dtype) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from marble.compose.schedule import Kind, Pass, Rows, Schedule, Step, Transfer
-from marble.kernels.contract import TileList, Touch
+from marble.kernels.contract import TileList, Tiles, Touch
 
 Schedules = list[Schedule]
 
@@ -192,12 +192,14 @@ def swap_steps(rng: Random, schedules: Schedules, which: str) -> Schedules | Non
     return schedules
 
 
-def change_call(change: Callable[[Random, Any], Any]):
+def change_call(change: Callable[[Random, Any], Any], kind: type = object):
+    """A call whose work is of a kind, changed; ``change`` answers None for one that offers nothing."""
+
     def mutate(rng: Random, schedules: Schedules, which: str) -> Schedules | None:
         found = list(sites(schedules, which, "calls"))
         rng.shuffle(found)
         for site, call in found:
-            new = change(rng, call)
+            new = change(rng, call) if isinstance(call.work, kind) else None
             if new is not None:
                 return with_entries(
                     schedules, which, site, lambda entries, at=site.index, new=new: entries.__setitem__(at, new)
@@ -209,10 +211,12 @@ def change_call(change: Callable[[Random, Any], Any]):
 
 def flip_touch(flag: Touch):
     def change(rng: Random, call: Any) -> Any:
-        busy = (call.work.by_query.counts() > 0).nonzero().flatten().tolist()
-        touch = call.work.touch.clone()
+        work = call.work
+        counts = work.by_query.counts() if isinstance(work, Tiles) else work.queries[:, 1] - work.queries[:, 0]
+        busy = (counts > 0).nonzero().flatten().tolist()
+        touch = work.touch.clone()
         touch[rng.choice(busy)] ^= int(flag)
-        return replace(call, work=replace(call.work, touch=touch))
+        return replace(call, work=replace(work, touch=touch))
 
     return change_call(change)
 
@@ -222,7 +226,7 @@ def edit_list(side: str, edit: Callable[[Random, TileList, int], TileList | None
         tiles = edit(rng, getattr(call.work, side), call.work.block)
         return None if tiles is None else replace(call, work=replace(call.work, **{side: tiles}))
 
-    return change_call(change)
+    return change_call(change, Tiles)
 
 
 def partial_word(rng: Random, tiles: TileList, block: int) -> TileList | None:
@@ -442,10 +446,10 @@ MUTATIONS: dict[str, tuple[tuple[str, ...], Callable]] = {
     "a run by key is listed twice": (BACKWARD, edit_list("by_key", double_run)),
     "a partial tile is dropped": (BOTH, edit_list("by_query", drop_part)),
     "a partial tile by key is dropped": (BACKWARD, edit_list("by_key", drop_part)),
-    "a call is a query row short": (BOTH, change_call(query_rows)),
-    "a call is a key row short": (BOTH, change_call(key_len)),
-    "a key block has another's rows": (BOTH, change_call(key_row)),
-    "a key block is listed twice": (BOTH, change_call(listed_twice)),
+    "a call is a query row short": (BOTH, change_call(query_rows, Tiles)),
+    "a call is a key row short": (BOTH, change_call(key_len, Tiles)),
+    "a key block has another's rows": (BOTH, change_call(key_row, Tiles)),
+    "a key block is listed twice": (BOTH, change_call(listed_twice, Tiles)),
     "sums are rounded": (BACKWARD, rounded_sums),
 }
 """What can go wrong, by name: the passes it can go wrong in, and how to make it."""

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from mutations import ALWAYS_HARMFUL, MUTATIONS
+from mutations_dense import DENSE_MUTATIONS, HEAD_MUTATIONS
 from virtual import case_of, differences, nan_in_new_memory, random_inputs, run
 
 from marble.compose.check import ScheduleError, check
+from marble.compose.schedule import Buffer, Kind, Pass, Rows
 from marble.layout import Layout, Span
 from marble.mask.domains import dense
 from marble.mask.storage import Storage
@@ -34,8 +36,10 @@ def test_built_schedules_are_accepted(rng):
     note(repr(case))
     report = check(case.schedules(), case.order, case.mask)
     assert report.pairs == int(dense(case.mask.mask, case.mask.tracks, case.mask.tracks).sum())
-    everything = case.layout.tokens * (case.world - 1)
-    if case.schedule == "sparse_a2a":
+    everything = case.layout.tokens * (case.world - 1) * case.kv_heads
+    if case.ulysses > 1:
+        assert report.received_rows > 0 or max(case.order.lengths) == case.layout.tokens
+    elif case.schedule == "sparse_a2a":
         assert report.received_rows <= everything
         assert report.unused_rows == 0
     else:
@@ -62,8 +66,14 @@ def harmful(broken: list, case: Case) -> bool:
         return True
 
 
+EVERY_MUTATION = MUTATIONS | DENSE_MUTATIONS | HEAD_MUTATIONS
+OPTIONS: dict[str, dict] = {name: {"schedules": ("chunked",)} for name in DENSE_MUTATIONS}
+OPTIONS |= {name: {"degrees": (2, 3, 4)} for name in HEAD_MUTATIONS}
+"""What cases a mutation needs to find something to break."""
+
+
 @pytest.mark.parametrize(
-    ("name", "which"), [(name, which) for name, (passes, _) in MUTATIONS.items() for which in passes]
+    ("name", "which"), [(name, which) for name, (passes, _) in EVERY_MUTATION.items() for which in passes]
 )
 def test_broken_schedules_are_rejected(name, which):
     """What the checker accepts gives right numbers; the trials break enough for that to mean something."""
@@ -71,9 +81,9 @@ def test_broken_schedules_are_rejected(name, which):
     for seed in range(100):
         rng = Random(f"{name}, {which}, {seed}")
         # Mostly packs whose spans see a lot of each other, small enough to run.
-        case = random_case(rng, samples=2, spans=4, ranks=(1, 5), blocks=(1, 2, 3, 4, 5, 7))
+        case = random_case(rng, samples=2, spans=4, ranks=(1, 5), blocks=(1, 2, 3, 4, 5, 7), **OPTIONS.get(name, {}))
         try:
-            broken = MUTATIONS[name][1](rng, case.schedules(), which)
+            broken = EVERY_MUTATION[name][1](rng, case.schedules(), which)
         except ValueError:  # refused when it is built
             caught += 1
             continue
@@ -151,4 +161,73 @@ def test_a_call_that_forgets_its_state_is_rejected():
     steps = [replace(step, calls=tuple(replace(call, carries=False) for call in step.calls)) for step in forward.steps]
     schedules[1] = replace(schedules[1], forward=replace(forward, steps=tuple(steps)))
     with pytest.raises(ScheduleError, match="carries no state"):
+        check(schedules, case.order, case.mask)
+
+
+def test_a_lost_share_is_missed_beside_another_on_the_same_keys():
+    """Two calls of one step read the same keys; the gradients of one go to a buffer that nobody brings home."""
+    spans = [Span("causal", 5), Span("full", 6), Span("causal", 2), Span("full", 4)]
+    case = replace(case_of(Layout([spans]), [[0, 6, 0], [6, 17, 1]], 2, 4), schedule="chunked")
+    schedules = case.schedules()
+    backward = schedules[1].backward
+    at = max(range(len(backward.steps)), key=lambda step: len(backward.steps[step].calls))
+    calls = backward.steps[at].calls
+    assert len(calls) > 1
+    assert calls[0].kv == calls[1].kv
+    spare = Rows("spare", 0, len(calls[0].kv))
+    lost = replace(
+        backward.steps[at],
+        calls=(replace(calls[0], dkv=spare), *calls[1:]),
+        clears=(*backward.steps[at].clears, spare),
+    )
+    steps = (*backward.steps[:at], lost, *backward.steps[at + 1 :])
+    buffers = (*backward.buffers, Buffer("spare", Kind.PAIR_SUMS, len(spare), case.kv_heads))
+    schedules[1] = replace(schedules[1], backward=Pass(buffers, steps))
+    assert harmful(schedules, case)
+    with pytest.raises(ScheduleError, match="shares of the gradients in 'dkv' did not come home"):
+        check(schedules, case.order, case.mask)
+
+
+def test_a_head_that_reads_another_key_head_is_rejected():
+    case = replace(random_case(Random(1), degrees=(2,), ranks=(2, 2), schedules=("ring",)), heads=4, kv_heads=2)
+    schedules = case.schedules()
+    check(schedules, case.order, case.mask)
+    first = schedules[0].forward.steps[0]
+    wrong = []
+    for schedule in schedules:
+        forward = schedule.forward
+        moves = tuple(
+            replace(move, src=replace(move.src, heads=(0, 1))) if move.src.buffer == "kv" else move
+            for move in forward.steps[0].transfers
+        )
+        wrong.append(
+            replace(
+                schedule,
+                forward=replace(forward, steps=(replace(forward.steps[0], transfers=moves), *forward.steps[1:])),
+            )
+        )
+    assert first.transfers != wrong[0].forward.steps[0].transfers
+    with pytest.raises(ScheduleError, match=r"query heads \[2, 3\] of a call read the key/value heads \[0\]"):
+        check(wrong, case.order, case.mask)
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "change"),
+    [
+        ("forward", "out", {"kind": Kind.TOKEN_SUMS}),
+        ("backward", "dq", {"kind": Kind.TOKENS}),
+        ("backward", "dkv", {"heads": 2}),
+        ("forward", "q", {"rows": 7}),
+        ("backward", "lse", {"name": "other"}),
+    ],
+)
+def test_the_buffers_of_the_caller_are_as_it_knows_them(which, name, change):
+    """Also where no call would notice: a layout of padding only."""
+    case = case_of(Layout([[Span("pad", 12)]]), [[0, 6, 0], [6, 12, 1]], 2, 4)
+    schedules = case.schedules()
+    old = getattr(schedules[1], which)
+    buffers = tuple(replace(buffer, **change) if buffer.name == name else buffer for buffer in old.buffers)
+    made = replace(old, buffers=buffers, steps=() if "name" in change else old.steps)
+    schedules[1] = replace(schedules[1], **{which: made})
+    with pytest.raises(ScheduleError, match=f"{which}, rank 1: the caller expects .*'{name}'"):
         check(schedules, case.order, case.mask)

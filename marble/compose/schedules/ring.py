@@ -6,12 +6,13 @@ The carried fp32 state and the travelling fp32 gradients: MARBLE, section 03 (Lu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from marble.compose.schedule import Add, Buffer, Call, Kind, Pass, Rows, Schedule, Step, Transfer
 from marble.compose.schedules.touches import flag_touches, whole_blocks
-from marble.kernels.contract import Tiles
+from marble.kernels.contract import Work
 from marble.mask.tiles import StoredMask
 from marble.order.token_order import TokenOrder
 
@@ -32,22 +33,56 @@ def ring(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int,
         heads: query heads.
         kv_heads: key/value heads.
     """
-    world, lengths = order.world, order.lengths
-    shards = [order.shard(other) for other in range(world)]
-    sources = [(rank - step) % world for step in range(world)]
-    tiles = [mask.tiles(shards[rank], shards[source], block) for source in sources]
-    return Schedule(
-        rank,
-        lengths,
-        _forward(rank, lengths, tiles, block, heads, kv_heads),
-        _backward(rank, lengths, tiles, block, heads, kv_heads),
-    )
+    shards = [order.shard(other) for other in range(order.world)]
+    tiles = [mask.tiles(shards[rank], shards[source], block) for source in sources(rank, order.world)]
+    flagged, carries, untouched = flag_touches(tiles)
+    works = [[(work, carry)] if work.visited else [] for work, carry in zip(flagged, carries, strict=True)]
+    return rotate(Ring(rank, order.lengths, block, heads, kv_heads), works, untouched)
 
 
-def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int, heads: int, kv_heads: int) -> Pass:
-    world, mine = len(lengths), lengths[rank]
-    slot = whole_blocks(max(lengths), block)
-    tiles, carries, untouched = flag_touches(tiles)
+def sources(rank: int, world: int) -> list[int]:
+    """Whose keys a rank computes on, step by step."""
+    return [(rank - step) % world for step in range(world)]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Where a rank stands in a ring, and the sizes of what travels.
+
+    Attributes:
+        rank: the rank.
+        lengths: tokens of every rank.
+        block: shards lie apart in whole blocks of this many rows.
+        heads: query heads.
+        kv_heads: key/value heads.
+    """
+
+    rank: int
+    lengths: tuple[int, ...]
+    block: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def slot(self) -> int:
+        """Rows kept for one shard, whichever it is."""
+        return whole_blocks(max(self.lengths), self.block)
+
+
+def rotate(ring: Ring, works: Sequence[Sequence[tuple[Work, bool]]], untouched: tuple[Rows, ...]) -> Schedule:
+    """The ring's schedule for given work.
+
+    Args:
+        ring: the rank and the sizes.
+        works: for every step of `sources` the calls on that shard's keys, in order, and whether each carries state.
+        untouched: rows of ``out`` and ``lse`` that no call touches.
+    """
+    return Schedule(ring.rank, ring.lengths, _forward(ring, works, untouched), _backward(ring, works))
+
+
+def _forward(ring: Ring, works: Sequence[Sequence[tuple[Work, bool]]], untouched: tuple[Rows, ...]) -> Pass:
+    rank, lengths, slot = ring.rank, ring.lengths, ring.slot
+    world, mine, heads, kv_heads = len(lengths), lengths[rank], ring.heads, ring.kv_heads
 
     def resident(step: int, at: int) -> Rows:
         """Where the shard that rank ``at`` computes on in ``step`` lies: at home, then in two inboxes by turns."""
@@ -57,12 +92,11 @@ def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int
     steps = []
     for step in range(world):
         moves = _exchange(rank, world, partial(resident, step), partial(resident, step + 1))
-        work = tiles[step]
         steps.append(
             Step(
                 transfers=moves if step < world - 1 else (),
                 clears=untouched if step == 0 else (),
-                calls=(Call(work, resident(step, rank), carries=carries[step]),) if work.visited else (),
+                calls=tuple(Call(work, resident(step, rank), carries=carry) for work, carry in works[step]),
             )
         )
     buffers = (
@@ -74,9 +108,9 @@ def _forward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int
     return Pass(buffers, tuple(steps))
 
 
-def _backward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: int, heads: int, kv_heads: int) -> Pass:
-    world, mine = len(lengths), lengths[rank]
-    slot = whole_blocks(max(lengths), block)
+def _backward(ring: Ring, works: Sequence[Sequence[tuple[Work, bool]]]) -> Pass:
+    rank, lengths, slot = ring.rank, ring.lengths, ring.slot
+    world, mine, heads, kv_heads = len(lengths), lengths[rank], ring.heads, ring.kv_heads
 
     def keys(step: int, at: int) -> Rows:
         """Keys of the shard of rank (at − step): its home, then the inboxes by turns."""
@@ -106,9 +140,7 @@ def _backward(rank: int, lengths: tuple[int, ...], tiles: list[Tiles], block: in
         calls: tuple[Call, ...] = ()
         if step > 0 or last:
             clears += (sums(step, rank),)
-            work = tiles[step % world]
-            if work.visited:
-                calls = (Call(work, keys(step, rank), dkv=sums(step, rank)),)
+            calls = tuple(Call(work, keys(step, rank), dkv=sums(step, rank)) for work, _ in works[step % world])
         adds = (Add(inbox(step, rank), sums(step, rank)),) if arrives else ()
         steps.append(Step(moves, clears, calls, adds))
     buffers = (
