@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -170,26 +172,27 @@ class Layout:
     @cached_property
     def table(self) -> SpanTable:
         """The spans as columns."""
-        segs = {None: -1}
-        rows = []
-        start = 0
-        for index, sample in enumerate(self.samples):
-            for span in sample:
-                seg = -1
-                if span.mode in (Mode.FULL, Mode.GROUP, Mode.NOISE):
-                    if span.group is not None:
-                        key: Any = span.group
-                    elif span.mode is Mode.GROUP:
-                        key = ("sample", index)
-                    else:
-                        key = ("span", start)
-                    seg = segs.setdefault(key, len(segs) - 1)
-                noise = seg if span.mode is Mode.NOISE else -1
-                owner = -1 if span.mode is Mode.PAD else index
-                rows.append((start, span.length, owner, seg, noise, span.mode is Mode.GROUP))
-                start += span.length
-        columns = torch.tensor(rows, dtype=torch.int64).T.contiguous()
-        return SpanTable(*columns)
+        spans = list(itertools.chain.from_iterable(self.samples))
+        count = len(spans)
+        # Modes are single objects, and comparing them as numbers is many times faster than as members of an enum.
+        mode = np.fromiter(map(id, map(attrgetter("mode"), spans)), np.int64, count)
+        full, noise, linked, pad = (mode == id(which) for which in (Mode.FULL, Mode.NOISE, Mode.GROUP, Mode.PAD))
+        length = np.fromiter(map(attrgetter("length"), spans), np.int64, count)
+        owner = np.repeat(np.arange(len(self.samples)), [len(sample) for sample in self.samples])
+        # What attends to each other gets one key: spans of one id, group spans of a sample without, a span alone.
+        place = np.arange(count)
+        key = np.where(linked, count + owner, place)
+        group = list(map(attrgetter("group"), spans))
+        if group.count(None) < count:
+            named = [at for at, number in enumerate(group) if number is not None]
+            numbers: dict[Any, int] = {}
+            key[named] = [2 * count + numbers.setdefault(group[at], len(numbers)) for at in named]
+        wide = full | noise | linked
+        seg = np.full(count, -1)
+        _, first, which = np.unique(key[wide], return_index=True, return_inverse=True)
+        seg[wide] = np.argsort(np.argsort(first))[which]
+        columns = (length.cumsum() - length, length, np.where(pad, -1, owner), seg, np.where(noise, seg, -1), linked)
+        return SpanTable(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor, *, tokens: int | None = None) -> Layout:

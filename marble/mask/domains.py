@@ -42,10 +42,16 @@ class BlockSummaries:
     def of(cls, tracks: Tracks, block: int) -> BlockSummaries:
         """Summaries of consecutive blocks of ``block`` tokens; the last may be shorter."""
         blocks = -(-len(tracks) // block)
+        # Repeating the last token completes the last block without changing what the block holds.
+        index = torch.arange(blocks * block, device=tracks.pos.device).clamp(max=len(tracks) - 1)
+        return cls.of_blocks(tracks.take(index.view(blocks, block)))
+
+    @classmethod
+    def of_blocks(cls, tracks: Tracks) -> BlockSummaries:
+        """Summaries of blocks, from tracks of shape [blocks, block]."""
         columns = {}
         for name, column in tracks.columns.items():
-            # Repeating the last token completes the last block without changing what the block holds.
-            filled = torch.cat([column, column[-1:].expand(blocks * block - len(column))]).view(blocks, block).long()
+            filled = column.long()
             low, high = filled.aminmax(dim=1)
             columns[name] = Interval(low, high, _bitmap(filled))
         return cls(columns)

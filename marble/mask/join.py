@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marble.kernels.contract import TileList, Tiles
-from marble.mask.tiles import dedupe
+from marble.mask.predicates import dedupe
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +83,9 @@ def _stack(lists: Sequence[tuple[TileList, _Renumber]], outer: int) -> TileList:
         bits.append(tiles.bits)
     merged = torch.cat(parts)
     slots = merged[:, 2].clone()
-    (distinct_ranges, range_of), (distinct_bits, bit_of) = dedupe(torch.cat(ranges)), dedupe(torch.cat(bits))
-    merged[slots >= 0, 2] = range_of[slots[slots >= 0]]
-    merged[slots < 0, 2] = ~bit_of[~slots[slots < 0]]
+    distinct_ranges, merged[slots >= 0, 2] = dedupe(torch.cat(ranges), slots[slots >= 0])
+    distinct_bits, bit_of = dedupe(torch.cat(bits), ~slots[slots < 0])
+    merged[slots < 0, 2] = ~bit_of
     return TileList(
         *_compress(torch.cat(runs), outer), *_compress(merged, outer), ranges=distinct_ranges, bits=distinct_bits
     )

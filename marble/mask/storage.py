@@ -38,10 +38,13 @@ class Storage:
     @cached_property
     def offset(self) -> Tensor:
         """First storage position of each span, int64 [spans], by sequence order of the spans."""
+        return torch.empty_like(self.span_order).index_copy_(0, self.span_order, self.stored_start)
+
+    @cached_property
+    def stored_start(self) -> Tensor:
+        """First storage position of each span as it is stored, int64 [spans], rising from 0."""
         length = self.layout.table.length[self.span_order]
-        offset = torch.empty_like(length)
-        offset[self.span_order] = length.cumsum(0) - length
-        return offset
+        return length.cumsum(0) - length
 
     @cached_property
     def span(self) -> Tensor:

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from marble.mask.shards import Shard, expand
 from marble.mask.storage import Storage
 
 
@@ -47,10 +48,16 @@ class TokenOrder:
 
     def shard(self, rank: int) -> Tensor:
         """Storage positions of a rank's tokens, int64 [its tokens]."""
-        start, stop, _ = self.pieces[self.pieces[:, 2] == rank].T
-        length = stop - start
-        first = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
-        return first + torch.arange(len(first))
+        shard = self.shards[rank]
+        return expand(shard.start, shard.stop - shard.start)[1]
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every rank's tokens, as stretches of the storage order."""
+        start, stop, rank = self.pieces[torch.argsort(self.pieces[:, 2], stable=True)].T.contiguous()
+        counts = torch.bincount(rank, minlength=self.world).tolist()
+        pairs = zip(start.split(counts), stop.split(counts), self.lengths, strict=True)
+        return tuple(Shard(first, last, rows) for first, last, rows in pairs)
 
     def index(self, rank: int) -> Tensor:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""

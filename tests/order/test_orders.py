@@ -41,14 +41,21 @@ def test_documented_examples(name):
 @settings(max_examples=100)
 @given(rng=rngs)
 def test_ptrr_deals_by_cost_in_rounds(rng):
-    """The rule, step by step: in rounds of one block per rank, the costliest goes to the rank with the least so far."""
+    """The rule, step by step: in rounds of one block per rank, the costliest goes to the rank with the least so far.
+
+    Rounds of equal costs are dealt in turn, each from the next rank on.
+    """
     costs, ranks = [rng.randint(0, 6) for _ in range(rng.randint(0, 40))], rng.randint(1, 12)
     note(f"{costs} on {ranks}")
     expected, load = [0] * len(costs), [0] * ranks
     left = sorted(range(len(costs)), key=lambda block: (-costs[block], block))
-    while left:
-        hand, left = left[:ranks], left[ranks:]
-        for block, rank in zip(hand, sorted(range(ranks), key=lambda rank: (load[rank], rank)), strict=False):
+    for number in range(-(-len(left) // ranks)):
+        hand = left[number * ranks :][:ranks]
+        by_load = sorted(range(ranks), key=lambda rank: (load[rank], rank))
+        missing = [0] * (ranks - len(hand))
+        if len({costs[block] for block in hand} | set(missing)) == 1:
+            by_load = [(number + seat) % ranks for seat in range(ranks)]
+        for block, rank in zip(hand, by_load, strict=False):
             expected[block] = rank
             load[rank] += costs[block]
     dealt = ptrr(torch.tensor(costs, dtype=torch.int64), ranks)

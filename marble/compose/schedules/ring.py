@@ -33,9 +33,8 @@ def ring(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int,
         kv_heads: key/value heads.
     """
     world, lengths = order.world, order.lengths
-    shards = [order.shard(other) for other in range(world)]
-    sources = [(rank - step) % world for step in range(world)]
-    tiles = [mask.tiles(shards[rank], shards[source], block) for source in sources]
+    sources = [order.shards[(rank - step) % world] for step in range(world)]
+    tiles = mask.tiles_of(order.shards[rank], sources, block)
     return Schedule(
         rank,
         lengths,
