@@ -6,6 +6,7 @@ orders, schedules) derives from it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ class Mode(StrEnum):
     """Attends to nothing and is seen by nothing: output 0, LSE −inf, zero gradients."""
 
 
+_MODES = tuple(Mode)
 _LINKABLE = (Mode.GROUP, Mode.NOISE)
 
 
@@ -167,7 +169,39 @@ class Layout:
         return torch.stack([torch.cat([stop.new_zeros(1), stop[:-1]]), stop], 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"samples": self.samples}  # the rest is cached and derives from them
+        # Columns are small and quick to write; the rest is cached and derives from them.
+        spans = list(itertools.chain.from_iterable(self.samples))
+        groups = {at: span.group for at, span in enumerate(spans) if span.group is not None}
+        return {
+            "spans": [len(sample) for sample in self.samples],
+            "modes": bytes(map(_MODES.index, map(attrgetter("mode"), spans))),
+            "lengths": list(map(attrgetter("length"), spans)),
+            "groups": groups,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known: dict[tuple[int, int, int | None], Span] = {}
+        spans = []
+        for at, (mode, length) in enumerate(zip(state["modes"], state["lengths"], strict=True)):
+            key = (mode, length, state["groups"].get(at))
+            if key not in known:
+                known[key] = Span(_MODES[mode], *key[1:])
+            spans.append(known[key])
+        rest = iter(spans)
+        samples = tuple(tuple(itertools.islice(rest, count)) for count in state["spans"])
+        object.__setattr__(self, "samples", samples)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A fingerprint: equal for equal layouts, in every process."""
+        table = self.table
+        sha = hashlib.sha256(repr([len(sample) for sample in self.samples]).encode())
+        for column in (table.length, table.sample, table.seg, table.noise, table.linked):
+            sha.update(column.numpy().tobytes())
+        groups = [span.group for sample in self.samples for span in sample]
+        if groups.count(None) < len(groups):
+            sha.update(repr(groups).encode())
+        return sha.digest()
 
     @cached_property
     def table(self) -> SpanTable:

@@ -85,7 +85,7 @@ LAYOUT = ("marble.layout",)
 MASK = (*LAYOUT, "marble.mask", "marble.kernels.contract")
 ORDER = (*MASK, "marble.order")
 SCHEDULES = (*ORDER, "marble.compose.schedules", "marble.compose.schedule")
-PLANNER = (*SCHEDULES, "marble.compose.planner", "marble.compose.cost")
+PLANNER = (*SCHEDULES, "marble.compose.planner", "marble.compose.cost", "marble.compose.packing")
 KERNELS = ("marble.kernels.contract", "marble.kernels.predicates")
 MAY_IMPORT = {
     "marble.layout": (),
@@ -97,6 +97,7 @@ MAY_IMPORT = {
     "marble.compose.schedules": SCHEDULES,
     "marble.compose.check": (*ORDER, "marble.compose.schedule", *KERNELS),
     "marble.compose.cost": (*ORDER, "marble.compose.schedule"),
+    "marble.compose.packing": (),
     "marble.compose.planner": PLANNER,
     "marble.compose.executor": ("marble.compose.schedule", "marble.kernels.contract", "marble.comm.transport"),
     "marble.compose.attention": (*PLANNER, "marble.compose.executor", "marble.comm", "marble.kernels.launch"),

@@ -6,14 +6,15 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from marble.compose.packing import Packed
 from marble.compose.schedule import Schedule
 from marble.compose.schedules.fetch import all_gather, sparse_a2a
 from marble.compose.schedules.ring import ring
@@ -226,9 +227,35 @@ class Plan:
                 f"{name}: the plan expects {tokens} tokens in dimension {dim}, got {x.shape[dim]}; plan for this layout"
             )
 
+    @cached_property
+    def _packed(self) -> Packed:
+        return Packed.of(self.schedules)
+
+    def pin_memory(self) -> Plan:
+        """The plan with what a GPU needs of it in pinned memory, so that it travels while the GPU works.
+
+        ``DataLoader(..., pin_memory=True)`` calls this for plans that its workers made.
+        """
+        pinned = replace(self)
+        pinned.__dict__["_packed"] = self._packed.map(Tensor.pin_memory)
+        return pinned
+
+    def schedules_on(self, device: torch.device) -> tuple[Mapping[int, Schedule], ...]:
+        """The schedules with their tile lists on a device: copied once, in one piece, and not waited for."""
+        if device.type == "cpu":
+            return self.schedules
+        moved = self.__dict__.setdefault("_moved", {})
+        if device not in moved:
+            moved[device] = self._packed.map(lambda buffer: buffer.to(device, non_blocking=True)).unpack()
+        return moved[device]
+
     def __getstate__(self) -> dict[str, Any]:
         # Masks may be lambdas, and everything cached derives from the fields.
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"masks": None}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"masks": None}
+        return {"packed": Packed.of(fields)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["packed"].unpack())
 
 
 def plan(
@@ -243,6 +270,7 @@ def plan(
     block: int = MAX_BLOCK,
     mask: MaskFn | None = None,
     tracks: Mapping[str, Tensor] | None = None,
+    cache: bool = True,
 ) -> Plan:
     """Plan attention over one packed sequence. Every rank plans alone and comes to the same answer.
 
@@ -262,6 +290,8 @@ def plan(
         mask: a mask of one's own, ``mask(q, k)`` over token tracks (see `marble.mask.algebra`), instead of the
             layout's modes. Padding stays invisible.
         tracks: further integer tracks [tokens] by name, for ``mask``.
+        cache: keep the plan, and answer with a kept one if this process planned the same before; the last
+            8 are kept. Plans with a mask of one's own are not.
 
     Raises:
         TypeError, ValueError: if an argument is not what it must be; the message names it.
@@ -271,23 +301,43 @@ def plan(
     # A device context slows every call down, so it is entered only where the caller has another default device.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
-        return _plan(layout, layers, ranks, rank, group, schedule, order, block, mask, tracks)
+        request = _request(layout, layers, (ranks, rank, group), schedule, order, block)
+        keep = cache and mask is None and tracks is None
+        made = _kept(request) if keep else _make(request, mask, tracks)
+    idle = [other for other, length in enumerate(made.order.lengths) if length == 0]
+    if idle:
+        warnings.warn(
+            f"marble.plan: ranks {idle} get no tokens ({made.tokens} tokens in blocks of {made.block} on {made.world} "
+            "ranks)",
+            stacklevel=2,
+        )
+    return made
 
 
-def _plan(
+@dataclass(frozen=True)
+class _Request:
+    """What a plan is made from, all checked. Requests are equal if their layouts' digests and all else are."""
+
+    layout: Layout = field(compare=False)
+    digest: bytes
+    layers: tuple[AttentionShape, ...]
+    world: int
+    rank: int | None
+    names: tuple[str, ...]
+    order: str
+    block: int
+
+
+def _request(
     layout: Layout,
     layers: AttentionShape | Sequence[AttentionShape],
-    ranks: int | None,
-    rank: int | None,
-    group: dist.ProcessGroup | None,
+    where: tuple[int | None, int | None, dist.ProcessGroup | None],
     schedule: str | Sequence[str],
     order: str | None,
     block: int,
-    mask: MaskFn | None,
-    tracks: Mapping[str, Tensor] | None,
-) -> Plan:
+) -> _Request:
     layers = (layers,) if isinstance(layers, AttentionShape) else _as_layers(layers)
-    world, rank = _resolve_ranks(ranks, rank, group)
+    world, rank = _resolve_ranks(*where)
     block = as_int(block, "block")
     if not 1 <= block <= MAX_BLOCK:
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
@@ -298,24 +348,28 @@ def _plan(
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
-    masks = _stored_masks(layout, layers, mask, tracks)
-    dealt = ORDERS[order](masks, world, block)
-    idle = [other for other, length in enumerate(dealt.lengths) if length == 0]
-    if idle:
-        warnings.warn(
-            f"marble.plan: ranks {idle} get no tokens ({layout.tokens} tokens in blocks of {block} on {world} ranks)",
-            stacklevel=3,
-        )
-    mine = range(world) if rank is None else (rank,)
+    return _Request(layout, layout.digest, layers, world, rank, names, order, block)
+
+
+@lru_cache(maxsize=8)
+def _kept(request: _Request) -> Plan:
+    return _make(request, None, None)
+
+
+def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None) -> Plan:
+    masks = _stored_masks(request.layout, request.layers, mask, tracks)
+    block = request.block
+    dealt = ORDERS[request.order](masks, request.world, block)
+    mine = range(request.world) if request.rank is None else (request.rank,)
     built: dict[tuple[str, int, int, int], Mapping[int, Schedule]] = {}
     schedules = []
-    for shape, stored, name in zip(layers, masks, names, strict=True):
+    for shape, stored, name in zip(request.layers, masks, request.names, strict=True):
         key = (name, id(stored), shape.heads, shape.kv_heads)
         if key not in built:
             build = SCHEDULES[name]
             built[key] = {other: build(dealt, stored, other, block, shape.heads, shape.kv_heads) for other in mine}
         schedules.append(built[key])
-    return Plan(dealt, layers, names, tuple(schedules), rank, block, masks)
+    return Plan(dealt, request.layers, request.names, tuple(schedules), request.rank, block, masks)
 
 
 def _resolve_schedules(schedule: str | Sequence[str], layers: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class TokenOrder:
             raise ValueError(f"order: pieces must cover the {tokens} stored tokens once, in rising order")
         if int(rank.min()) < 0 or int(rank.max()) >= self.world:
             raise ValueError(f"order: pieces must belong to ranks 0 to {self.world - 1}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # the rest derives from them
 
     @classmethod
     def of_blocks(cls, name: str, storage: Storage, world: int, ranks: Tensor, block: int) -> TokenOrder:
