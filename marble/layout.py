@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 class Mode(StrEnum):
     """How the tokens of a span attend, inside one sample.
@@ -97,6 +99,13 @@ class SpanTable:
     def ordinal(self) -> Tensor:
         """A number that grows from sample to sample, padding samples included."""
         return torch.cat([self.sample.new_zeros(1), (self.sample.diff() != 0).long()]).cumsum(0)
+
+    def to(self, device: torch.device) -> SpanTable:
+        """The table on another device."""
+        if self.start.device == device:
+            return self
+        columns = torch.stack(list(vars(self).values()))
+        return SpanTable(*columns.to(device, non_blocking=True))
 
     @property
     def stop(self) -> Tensor:

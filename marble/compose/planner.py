@@ -185,7 +185,8 @@ class Plan:
     def digest(self) -> Tensor:
         """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
         described = repr((self.order.name, self.world, self.block, self.layers, self.names)).encode()
-        parts = (self.order.pieces, self.order.storage.span_order, *vars(self.order.storage.layout.table).values())
+        storage = self.order.storage
+        parts = (self.order.pieces, storage.span_order.cpu(), *vars(storage.layout.table).values())
         sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
         return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
 
@@ -242,7 +243,7 @@ class Plan:
 
     def schedules_on(self, device: torch.device) -> tuple[Mapping[int, Schedule], ...]:
         """The schedules with their tile lists on a device: copied once, in one piece, and not waited for."""
-        if device.type == "cpu":
+        if device == self.order.storage.device:
             return self.schedules
         moved = self.__dict__.setdefault("_moved", {})
         if device not in moved:
@@ -271,6 +272,7 @@ def plan(
     mask: MaskFn | None = None,
     tracks: Mapping[str, Tensor] | None = None,
     cache: bool = True,
+    device: torch.device | str = "cpu",
 ) -> Plan:
     """Plan attention over one packed sequence. Every rank plans alone and comes to the same answer.
 
@@ -292,6 +294,8 @@ def plan(
         tracks: further integer tracks [tokens] by name, for ``mask``.
         cache: keep the plan, and answer with a kept one if this process planned the same before; the last
             8 are kept. Plans with a mask of one's own are not.
+        device: where to plan, and where the tile lists will lie. The plan is the same; a data loader's worker plans on
+            the CPU.
 
     Raises:
         TypeError, ValueError: if an argument is not what it must be; the message names it.
@@ -301,7 +305,7 @@ def plan(
     # A device context slows every call down, so it is entered only where the caller has another default device.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
-        request = _request(layout, layers, (ranks, rank, group), schedule, order, block)
+        request = _request(layout, layers, (ranks, rank, group), schedule, order, block, torch.device(device))
         keep = cache and mask is None and tracks is None
         made = _kept(request) if keep else _make(request, mask, tracks)
     idle = [other for other, length in enumerate(made.order.lengths) if length == 0]
@@ -326,6 +330,7 @@ class _Request:
     names: tuple[str, ...]
     order: str
     block: int
+    device: torch.device
 
 
 def _request(
@@ -335,6 +340,7 @@ def _request(
     schedule: str | Sequence[str],
     order: str | None,
     block: int,
+    device: torch.device,
 ) -> _Request:
     layers = (layers,) if isinstance(layers, AttentionShape) else _as_layers(layers)
     world, rank = _resolve_ranks(*where)
@@ -348,7 +354,7 @@ def _request(
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
-    return _Request(layout, layout.digest, layers, world, rank, names, order, block)
+    return _Request(layout, layout.digest, layers, world, rank, names, order, block, device)
 
 
 @lru_cache(maxsize=8)
@@ -357,7 +363,7 @@ def _kept(request: _Request) -> Plan:
 
 
 def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None) -> Plan:
-    masks = _stored_masks(request.layout, request.layers, mask, tracks)
+    masks = _stored_masks(request.layout, request.layers, mask, tracks, request.device)
     block = request.block
     dealt = ORDERS[request.order](masks, request.world, block)
     mine = range(request.world) if request.rank is None else (request.rank,)
@@ -413,7 +419,11 @@ def _resolve_ranks(ranks: int | None, rank: int | None, group: dist.ProcessGroup
 
 
 def _stored_masks(
-    layout: Layout, layers: Sequence[AttentionShape], mask: MaskFn | None, tracks: Mapping[str, Tensor] | None
+    layout: Layout,
+    layers: Sequence[AttentionShape],
+    mask: MaskFn | None,
+    tracks: Mapping[str, Tensor] | None,
+    device: torch.device,
 ) -> tuple[StoredMask, ...]:
     """Each layer's mask over one storage order; equal masks are one object."""
     if mask is not None and not callable(mask):
@@ -424,7 +434,7 @@ def _stored_masks(
     if mask is not None and any(window is not None for window in windows):
         raise ValueError("mask: a mask of one's own replaces the window too; put the window into the mask")
     natural = mask is not None or any(window is not None for window in windows)
-    storage = Storage.natural(layout) if natural else set_apart(layout)
+    storage = Storage.natural(layout, device) if natural else set_apart(layout, device)
     if mask is not None:
         probe(mask, Tracks.of(layout, tracks))
     built: dict[int | None, StoredMask] = {}
@@ -454,7 +464,7 @@ def _deal_ptrr(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrde
 
 def _deal_balanced_samples(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
     storage = masks[0].storage
-    work = _block_costs(masks, block).repeat_interleave(block, 1)[:, : storage.layout.tokens]
+    work = _block_costs(masks, block).cpu().repeat_interleave(block, 1)[:, : storage.layout.tokens]
     pieces = balanced_samples(storage.layout.sample_bounds, work, world, block)
     return TokenOrder("balanced_samples", storage, world, pieces)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marble.layout import CPU
 from marble.mask.algebra import MaskFn
 from marble.mask.tracks import Operand, Tracks
 
@@ -127,7 +128,7 @@ def _truth(value: Ternary | bool) -> Ternary:
     if isinstance(value, Ternary):
         return value
     if isinstance(value, bool):
-        return Ternary(torch.tensor(value), torch.tensor(not value))
+        return Ternary(torch.tensor(value, device=CPU), torch.tensor(not value, device=CPU))
     raise TypeError(f"mask: cannot combine a condition with {type(value).__name__}")
 
 
@@ -223,8 +224,8 @@ def _interval(value: Interval | int) -> Interval:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"mask: tracks are integers and cannot be combined with {type(value).__name__}")
     number = operator.index(value)
-    exact = torch.tensor(number, dtype=torch.int64)
-    return Interval(exact, exact, torch.tensor(1, dtype=torch.int64) << (number % _BITMAP))
+    exact = torch.tensor(number, dtype=torch.int64, device=CPU)  # a scalar goes with tensors on any device
+    return Interval(exact, exact, torch.tensor(1, dtype=torch.int64, device=CPU) << (number % _BITMAP))
 
 
 def _positive(divisor: int, sign: str) -> int:

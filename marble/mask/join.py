@@ -69,7 +69,7 @@ def _stack(lists: Sequence[tuple[TileList, _Renumber]], outer: int) -> TileList:
     for tiles, number in lists:
         entries = []
         for ptr, values in ((tiles.run_ptr, tiles.runs), (tiles.part_ptr, tiles.parts)):
-            owner = torch.repeat_interleave(torch.arange(tiles.outer), ptr.diff().long())
+            owner = torch.repeat_interleave(ptr.diff().long())
             inner = values[:, 0].long()
             owner = owner if number.outer is None else number.outer[owner]
             inner = inner if number.inner is None else number.inner[inner]
@@ -106,5 +106,5 @@ def _compress(entries: Tensor, outer: int) -> tuple[Tensor, Tensor]:
     """Entries (outer, inner, value) as CSR, sorted by outer, then inner."""
     width = int(entries[:, 1].max()) + 1 if len(entries) else 1
     entries = entries[torch.argsort(entries[:, 0] * width + entries[:, 1])]
-    ptr = torch.searchsorted(entries[:, 0].contiguous(), torch.arange(outer + 1)).int()
+    ptr = torch.searchsorted(entries[:, 0].contiguous(), torch.arange(outer + 1, device=entries.device)).int()
     return ptr, entries[:, 1:].int()

@@ -18,8 +18,6 @@ from torch import Tensor
 from marble.mask.ranges import Ramp, SpanRanges
 from marble.mask.shards import Blocks, expand, true_at
 
-_ROWS = 1024  # tiles whose rows are written in one go, to stay in a core's cache
-
 CHUNK = 256
 """Tiles that are looked at pair by pair in one go: 4 Mi pairs."""
 
@@ -57,6 +55,11 @@ class Side:
             low, high = ((place + offset).clamp_(first, last) for place in (cells.within, end))
             ramps.append(Ramp(low, high, offset + shift))
         return tuple(ramps)
+
+
+def _at_once(device: torch.device) -> int:
+    """Tiles whose rows are written in one go: on a CPU few enough to stay in a core's cache."""
+    return 1024 if device.type == "cpu" else 1 << 20
 
 
 Legal = Callable[[Tensor, Tensor], Tensor]
@@ -165,7 +168,7 @@ def _ramp_words(outer: Side, inner: Side, outer_block: Tensor, inner_block: Tens
     several = torch.stack(codes[1:]).any(0) if len(codes) > 1 else torch.zeros_like(tile, dtype=torch.bool)
     wide = torch.zeros_like(first).index_add_(0, tile, several.long())[kept] > 0
     for some, used in ((~wide, codes[:1]), (wide, codes)):
-        for chosen in true_at(some).split(_ROWS if tile.device.type == "cpu" else 1 << 20):
+        for chosen in true_at(some).split(_at_once(tile.device)):
             item = expand(base[kept[chosen]], count[kept[chosen]])[1]
             words[chosen] = _write_ramps(rows[item], [code.index_select(0, item) for code in used], outer.blocks.block)
     # The last item of a ragged block was continued over the rows that it lacks.
@@ -277,7 +280,7 @@ def _labels(table: Tensor) -> Tensor:
     table = table.view(torch.int64) if table.shape[1] % 2 == 0 else table
     factor = torch.arange(1, 2 * table.shape[1], 2, device=table.device) * _ODD[0]
     factor ^= factor >> 31
-    return torch.cat([(part * factor).sum(1) for part in table.split(_ROWS)])
+    return torch.cat([(part * factor).sum(1) for part in table.split(_at_once(table.device))])
 
 
 def dedupe(table: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:

@@ -183,17 +183,19 @@ class _Spans:
     """Spans by sequence order with what the ranges need of them: hulls of neighbours and of groups."""
 
     def __init__(self, storage: Storage) -> None:
-        table = storage.layout.table
+        table = storage.table
         self.storage = storage
         self.sample, self.seg, self.noise = table.sample, table.seg, table.noise >= 0
         self.start, self.length, self.stop = table.start, table.length, table.stop
         self.own = _Hull(storage.offset, storage.offset + table.length, table.length)
         self.ordinal = table.ordinal
-        border = torch.cat([self.ordinal.diff() != 0, torch.ones(1, dtype=torch.bool)])
+        border = torch.cat([self.ordinal.diff() != 0, self.noise.new_ones(1)])
         self.sample_stop = self.stop[border][self.ordinal]
         self.sample_start = torch.cat([self.stop.new_zeros(1), self.stop[border][:-1]])[self.ordinal]
         # Groups: spans with one seg; every span without one is a group of its own, for uniform handling.
-        self.group = torch.where(self.seg >= 0, self.seg, int(self.seg.max()) + 1 + torch.arange(len(self.seg)))
+        self.group = torch.where(
+            self.seg >= 0, self.seg, len(self.seg) + torch.arange(len(self.seg), device=storage.device)
+        )
         self.by_group = torch.argsort(self.group, stable=True)
 
     def running(self, members: Tensor, *, by: Tensor, order: Tensor | None = None, after: bool) -> _Hull:
@@ -201,7 +203,7 @@ class _Spans:
 
         ``order`` lists the spans so that equal values of ``by`` are neighbours (default: as they are).
         """
-        index = torch.arange(len(by)) if order is None else order
+        index = torch.arange(len(by), device=by.device) if order is None else order
         index = index.flip(0) if after else index
         key = by[index]
         hull = self.own.where(members).take(index)
@@ -210,7 +212,7 @@ class _Spans:
         lo = (hull.low - rank).cummin(0).values + rank
         hi = (hull.high + rank).cummax(0).values - rank
         total = hull.count.cumsum(0)
-        fresh = torch.cat([torch.ones(1, dtype=torch.bool), key.diff() != 0])
+        fresh = torch.cat([members.new_ones(1), key.diff() != 0])
         base = torch.where(fresh, total - hull.count, 0).cummax(0).values
         shifted = [torch.cat([value[:1], value[:-1]]) for value in (lo, hi, total)]
         count = torch.where(fresh, 0, shifted[2] - base)
@@ -221,7 +223,7 @@ class _Spans:
 
     @property
     def everyone(self) -> Tensor:
-        return torch.ones(len(self.seg), dtype=torch.bool)
+        return torch.ones_like(self.noise)
 
     @cached_property
     def later(self) -> _Hull:
@@ -273,7 +275,7 @@ class _Spans:
     @cached_property
     def disturbed(self) -> Tensor:
         """Spans of samples that something is set apart in."""
-        found = torch.zeros(int(self.ordinal[-1]) + 1, dtype=torch.bool)
+        found = torch.zeros_like(self.noise)
         found[self.ordinal[self.storage.apart]] = True
         return found[self.ordinal]
 

@@ -44,7 +44,7 @@ class StoredMask:
     @cached_property
     def tracks(self) -> Tracks:
         """The tracks in storage order."""
-        return Tracks.of(self.storage.layout, self.user).take(self.storage.sequence)
+        return Tracks.of(self.storage.layout, self.user, self.storage.device).take(self.storage.sequence)
 
     def tiles(self, rows: Tensor, cols: Tensor, block: int) -> Tiles:
         """The tiles between the query shard ``rows`` and the key shard ``cols``, int64 rising storage positions."""
@@ -109,7 +109,7 @@ class StoredMask:
     def work(self, block: int) -> Tensor:
         """Visited tiles of each query block of the whole stored sequence, int64 [blocks]."""
         tokens = self.storage.layout.tokens
-        everything = [Shard.of_interval(0, tokens, self.storage.span_order.device)]
+        everything = [Shard.of_interval(0, tokens, self.storage.device)]
         keys = self._side(everything, block, keys=True)
         pairing = Pairing(self.mask, lambda: self.tracks, replace(keys, ranges=None), keys)
         change = torch.zeros(len(keys.blocks) + 1, dtype=torch.int64, device=keys.blocks.of.device)

@@ -60,6 +60,7 @@ class TokenOrder:
         """Every rank's tokens, as stretches of the storage order."""
         start, stop, rank = self.pieces[torch.argsort(self.pieces[:, 2], stable=True)].T.contiguous()
         counts = torch.bincount(rank, minlength=self.world).tolist()
+        start, stop = (side.to(self.storage.device, non_blocking=True) for side in (start, stop))
         pairs = zip(start.split(counts), stop.split(counts), self.lengths, strict=True)
         return tuple(Shard(first, last, rows) for first, last, rows in pairs)
 
@@ -71,4 +72,4 @@ class TokenOrder:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of every rank."""
         start, stop, rank = self.pieces.T
-        return tuple(torch.zeros(self.world, dtype=torch.int64).index_add_(0, rank, stop - start).tolist())
+        return tuple(stop.new_zeros(self.world).index_add_(0, rank, stop - start).tolist())

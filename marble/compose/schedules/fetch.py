@@ -41,7 +41,10 @@ def sparse_a2a(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads
 
 def all_gather(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int, kv_heads: int) -> Schedule:
     """One rank's all-gather: every rank fetches every key and makes one call. Arguments as for `sparse_a2a`."""
-    seen = tuple(torch.ones(order.world, -(-rows // block), dtype=torch.bool) for rows in order.lengths)
+    seen = tuple(
+        torch.ones(order.world, -(-rows // block), dtype=torch.bool, device=order.storage.device)
+        for rows in order.lengths
+    )
     return _schedule(Exchange(order.lengths, seen, block), order, mask, rank, heads, kv_heads, at_once=True)
 
 
@@ -172,7 +175,7 @@ def _schedule(
     owners = [other for other in range(exchange.world) if other != rank and exchange.rows(other, rank)]
     own, *fetched = mask.tiles_of(order.shards[rank], [order.shards[owner] for owner in (rank, *owners)], block)
     base = 0 if at_once else whole_blocks(len(home), block)
-    parts = [Part(own, torch.ones(len(own.key_row), dtype=torch.bool), 0)] if at_once else []
+    parts = [Part(own, torch.ones_like(own.key_row, dtype=torch.bool), 0)] if at_once else []
     for owner, tiles in zip(owners, fetched, strict=True):
         parts.append(Part(tiles, exchange.seen[owner][rank], areas[owner] - base))
     calls: list[tuple[Tiles, Rows]] = [] if at_once else [(own, home)]
