@@ -306,8 +306,10 @@ def plan(
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
         request = _request(layout, layers, (ranks, rank, group), schedule, order, block, torch.device(device))
-        keep = cache and mask is None and tracks is None
-        made = _kept(request) if keep else _make(request, mask, tracks)
+        if cache and mask is None and tracks is None:
+            made = _kept(replace(request, digest=layout.digest))
+        else:
+            made = _make(request, mask, tracks)
     idle = [other for other, length in enumerate(made.order.lengths) if length == 0]
     if idle:
         warnings.warn(
@@ -354,7 +356,7 @@ def _request(
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
-    return _Request(layout, layout.digest, layers, world, rank, names, order, block, device)
+    return _Request(layout, b"", layers, world, rank, names, order, block, device)
 
 
 @lru_cache(maxsize=8)

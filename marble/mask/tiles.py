@@ -169,15 +169,15 @@ def _transpose(runs: Tensor, shard_of: Tensor, base: Tensor, queries: int) -> Te
     those borders are enumerated, so the cost is the number of runs on both sides.
     """
     key, start, stop = runs[:, 0], runs[:, 1], runs[:, 1] + runs[:, 2]
-    outer = key + shard_of[key]  # a gap between shards
+    outer = key + shard_of.index_select(0, key) + 1  # a gap between shards
     found = []
     for neighbour in (-1, 1):
         run, low, high = _without(outer, start, stop, neighbour)
         owner, query = expand(low, high - low)
-        key = runs[:, 0][run[owner]]
-        label = shard_of[key] * queries + query
+        key = runs[:, 0].index_select(0, run.index_select(0, owner))
+        label = shard_of.index_select(0, key) * queries + query
         order = torch.argsort(label * len(shard_of) + key)
-        found.append((label[order], key[order]))
+        found.append((label.index_select(0, order), key.index_select(0, order)))
     (label, first), (_, last) = found
     return torch.stack([label, first - base[shard_of[first]], last - first + 1], 1)
 
@@ -185,19 +185,20 @@ def _transpose(runs: Tensor, shard_of: Tensor, base: Tensor, queries: int) -> Te
 def _without(group: Tensor, start: Tensor, stop: Tensor, neighbour: int) -> tuple[Tensor, Tensor, Tensor]:
     """What of each interval the intervals of the group ``group + neighbour`` do not hold, as (interval, start, stop).
 
-    The intervals are sorted by group, then start, and those of a group are disjoint.
+    The intervals are sorted by group, from 1 on, then start, and those of a group are disjoint.
     """
-    low, high = (torch.searchsorted(group, group + side) for side in (neighbour, neighbour + 1))
+    ptr = pointers(group, int(group[-1]) + 2) if len(group) else group
+    low, high = (ptr.index_select(0, group + side) for side in (neighbour, neighbour + 1))
     pieces = []
     cursor, interval = start, torch.arange(len(group), device=group.device)
     # Groups hold one interval where ranges exist; the loop runs as often as the fullest group has intervals.
     for step in range(int((high - low).max()) if len(group) else 0):
         there = low + step < high
         index = (low + step).clamp(max=len(group) - 1)
-        cut = torch.where(there, start[index].clamp(min=cursor, max=stop), cursor)
+        cut = torch.where(there, start.index_select(0, index).clamp_(cursor, stop), cursor)
         pieces.append((interval, cursor, cut))
-        cursor = torch.where(there, stop[index].clamp(min=cursor, max=stop), cursor)
+        cursor = torch.where(there, stop.index_select(0, index).clamp_(cursor, stop), cursor)
     pieces.append((interval, cursor, stop))
     interval, start, stop = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    some = start < stop
-    return interval[some], start[some], stop[some]
+    some = true_at(start < stop)
+    return interval.index_select(0, some), start.index_select(0, some), stop.index_select(0, some)

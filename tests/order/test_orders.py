@@ -65,6 +65,23 @@ def test_ptrr_deals_by_cost_in_rounds(rng):
     assert max((sizes[rank] for rank in range(ranks)), default=0) - min(sizes[rank] for rank in range(ranks)) <= 1
 
 
+def test_ptrr_evens_single_steps_for_two_kinds_of_layers():
+    """Documents of 3 to 16 blocks under a global and a window layer: no two ranks meet more often than others."""
+    rng, ranks = Random(0), 8
+    lengths = [rng.randint(3, 16) for _ in range(1500)]
+    first = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+    place = torch.arange(sum(lengths)) - torch.repeat_interleave(first, torch.tensor(lengths))
+    costs = torch.stack([place + 1, (place + 1).clamp(max=9)])
+    dealt = ptrr(costs, ranks)
+    for cost in costs:
+        query = torch.repeat_interleave(cost)
+        key = query - (torch.arange(len(query)) - (cost.cumsum(0) - cost)[query])
+        step = (dealt[query] - dealt[key]) % ranks
+        work = torch.bincount(dealt[query] * ranks + step, minlength=ranks * ranks).view(ranks, ranks)
+        assert work.amax(0).sum() <= 1.05 * work.sum(1).double().mean()
+        assert work.sum(1).max() <= 1.001 * work.sum(1).double().mean()
+
+
 def test_ptrr_with_more_ranks_than_blocks():
     assert ptrr(torch.tensor([1, 3, 2]), 8).tolist() == [2, 0, 1]
 
