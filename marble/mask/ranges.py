@@ -101,9 +101,10 @@ class VisibleRanges:
         the last key are exact, so are all between them. An end that rises is the key itself, or ``window`` behind it.
         """
         spans, window = self._spans, self._window or 0
-        first, last = (self._keys(slice(None), place) for place in (torch.zeros_like(spans.length), spans.length - 1))
-        lo, hi = Ramp(first.lo, last.lo, spans.own.lo), Ramp(first.hi, last.hi, spans.own.lo + window)
-        return SpanRanges((lo, hi), first.exact & last.exact)
+        found = self._keys(slice(None), spans.ends)
+        (lo_first, lo_last), (hi_first, hi_last) = found.lo, found.hi
+        lo, hi = Ramp(lo_first, lo_last, spans.own.lo), Ramp(hi_first, hi_last, spans.own.lo + window)
+        return SpanRanges((lo, hi), found.exact.all(0))
 
     @cached_property
     def query_spans(self) -> SpanRanges:
@@ -112,15 +113,15 @@ class VisibleRanges:
         A range that only some queries of a span have counts as not exact.
         """
         spans, window = self._spans, self._window or 0
-        first, last = (
-            self._queries(slice(None), place) for place in (torch.zeros_like(spans.length), spans.length - 1)
-        )
+        found = self._queries(slice(None), spans.ends)
         own = spans.own.lo + 1
         offsets = (own - window, own, own - window, own)
-        pairs = zip(first.bounds.unbind(-1), last.bounds.unbind(-1), offsets, strict=True)
-        bounds = tuple(Ramp(low, high, offset) for low, high, offset in pairs)
-        rising = (last.bounds >= first.bounds).all(-1)
-        return SpanRanges(bounds, first.exact & last.exact & rising)
+        bounds = tuple(
+            Ramp(first, last, offset)
+            for (first, last), offset in zip(found.bounds.permute(2, 0, 1).contiguous(), offsets, strict=True)
+        )
+        rising = (found.bounds[1] >= found.bounds[0]).all(-1)
+        return SpanRanges(bounds, found.exact.all(0) & rising)
 
     def _keys(self, span: Tensor | slice, within: Tensor) -> KeyRanges:
         spans = self._spans
@@ -143,7 +144,7 @@ class VisibleRanges:
             seen = (hull.count != 0) & (spans.sample[span] >= 0)
             lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
             exact = exact & (~seen | (hi - lo == hull.count))
-            bounds += [lo, hi]
+            bounds += [lo.expand_as(within), hi.expand_as(within)]
         return QueryRanges(torch.stack(bounds, -1), exact)
 
 
@@ -220,6 +221,11 @@ class _Spans:
         for target, value in zip(result, (shifted[0], shifted[1], count), strict=True):
             target[index] = value
         return _Hull(*result)
+
+    @property
+    def ends(self) -> Tensor:
+        """The places of each span's first and last token, int64 [2, spans]."""
+        return torch.stack([torch.zeros_like(self.length), self.length - 1])
 
     @property
     def everyone(self) -> Tensor:
