@@ -32,25 +32,19 @@ from marble.workloads import WORKLOADS, build
 MI = 1024 * 1024
 RANKS = 8
 REPEATS = 3
-BARS = {"S1": 0.25, "S4 growth": 1.15, "S4 memory": 64, "S5": 0.055, "S6 partial": 0.01, "S6 runs": 2, "S7": 1.05}
-BARS |= {"S2": 0.03, "S7 totals": 1.001}
+BARS = {"S1": 0.25, "S2": 0.03, "S4 growth": 1.15, "S4 memory": 64, "S5": 0.055, "S6 partial": 0.01, "S6 runs": 2}
+BARS |= {"S7": 1.05, "S7 totals": 1.001}
 
 
 def timed(layout: marble.Layout, name: str, ranks: int, rank: int | None, device: str = "cpu") -> tuple[float, Plan]:
     """Seconds that one plan for all layer kinds of a workload's model takes, and the plan."""
-    kinds = WORKLOADS[name].layers
-    shapes = [marble.AttentionShape(k.heads, k.kv_heads, k.head_dim, k.window, k.scale) for k in kinds]
+    shapes = [marble.AttentionShape(k.heads, k.kv_heads, k.head_dim, k.window, k.scale) for k in WORKLOADS[name].layers]
     fresh = marble.Layout(layout.samples)
     start = time.perf_counter()
     plan = marble.plan(fresh, shapes, ranks=ranks, rank=rank, cache=False, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start, plan
-
-
-def best(layout: marble.Layout, name: str, rank: int, device: str = "cpu") -> float:
-    """Seconds of the fastest of several plans."""
-    return min(timed(layout, name, RANKS, rank, device)[0] for _ in range(REPEATS))
 
 
 def works(plan: Plan, layer: int) -> list[Tiles]:
@@ -69,11 +63,13 @@ def speed(name: str) -> Iterator[tuple[str, Row]]:
     layout = build(name, 4 * MI)
     for bar, device in (("S1", "cpu"), ("S2", "cuda")):
         if device == "cpu" or torch.cuda.is_available():
-            slowest = max(best(layout, name, rank, device) for rank in range(RANKS))
+            slowest = max(
+                min(timed(layout, name, RANKS, rank, device)[0] for _ in range(REPEATS)) for rank in range(RANKS)
+            )
             yield bar, Row(bar, f"{name}, 4Mi tokens, USP {RANKS}x4, {device}", "slowest rank's plan", slowest, "s")
     sizes = [MI // 2, MI, 2 * MI, 4 * MI, 8 * MI]
     layouts = [build(name, size) for size in sizes]
-    seconds = [best(each, name, 0) for each in layouts]
+    seconds = [min(timed(each, name, RANKS, 0)[0] for _ in range(REPEATS)) for each in layouts]
     slope = linear_regression([math.log(size) for size in sizes], [math.log(each) for each in seconds]).slope
     yield "S4 growth", Row("S4", f"{name}, 512Ki to 8Mi tokens, R={RANKS}", "exponent of time", slope)
     megabytes = len(pickle.dumps(timed(layouts[-1], name, RANKS, 0)[1])) / 1e6
@@ -92,9 +88,8 @@ def balance(name: str) -> Iterator[tuple[str, Row]]:
 
 def sparsity() -> Iterator[tuple[str, Row]]:
     """S5: groups set apart. S6: noise set apart."""
-    shares = [
-        partial_share(works(timed(build("molmo_video", MI // 2, seed), "molmo_video", 1, 0)[1], 0)) for seed in range(5)
-    ]
+    plans = (timed(build("molmo_video", MI // 2, seed), "molmo_video", 1, 0)[1] for seed in range(5))
+    shares = [partial_share(works(plan, 0)) for plan in plans]
     # In sequence order tiles are looked at pair by pair: every 32nd query block stands for all.
     before = StoredMask(Storage.natural(build("molmo_video", MI // 2)), and_masks(packed_mask(None), not_padding))
     tokens = torch.arange(MI // 2)
@@ -102,9 +97,9 @@ def sparsity() -> Iterator[tuple[str, Row]]:
     case = "molmo_video, 512Ki tokens, five seeds"
     yield "S5", Row("S5", case, "partial/visited", share, "", "sequence order", natural, share / natural)
     calls = works(timed(build("bagel_long", MI), "bagel_long", RANKS, None)[1], 0)
-    yield "S6 partial", Row("S6", f"bagel_long, 1Mi tokens, R={RANKS}", "partial/visited", partial_share(calls))
-    most = max(int(call.by_query.run_ptr.diff().max()) for call in calls)
-    yield "S6 runs", Row("S6", f"bagel_long, 1Mi tokens, R={RANKS}", "most full runs per query block and rank", most)
+    case, most = f"bagel_long, 1Mi tokens, R={RANKS}", max(int(call.by_query.run_ptr.diff().max()) for call in calls)
+    yield "S6 partial", Row("S6", case, "partial/visited", partial_share(calls))
+    yield "S6 runs", Row("S6", case, "most full runs per query block and rank", most)
 
 
 def main() -> int:
@@ -114,9 +109,7 @@ def main() -> int:
     found: list[tuple[str, Row]] = list(sparsity())
     for name in track(WORKLOADS, description="planning", console=console):
         found += [*balance(name), *speed(name)]
-    table = Table(title=f"Planning on {torch.get_num_threads()} threads")
-    for column in ("bar", "case", "what", "value", "must be ≤"):
-        table.add_column(column, justify="right" if column in ("value", "must be ≤") else "left")
+    table = Table("bar", "case", "what", "value", "must be ≤", title=f"Planning on {torch.get_num_threads()} threads")
     for bar, row in sorted(found, key=lambda pair: pair[0]):
         table.add_row(row.bar, row.case, row.metric, f"{row.value:.4g} {row.unit}", f"{BARS[bar]:g}")
     console.print(table)

@@ -81,7 +81,8 @@ class StoredMask:
         by_query = _lists([number * count for number in range(len(cols) + 1)], runs, parts, slots)
         touch = torch.full((count,), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8, device=runs.device)
         made = []
-        for first, last, query_list, key_list in zip(base[:-1], base[1:], by_query, by_key, strict=True):
+        ends = itertools.pairwise(keys.blocks.base)
+        for (first, last), query_list, key_list in zip(ends, by_query, by_key, strict=True):
             length = keys.blocks.length[first:last]
             starts = torch.arange(len(length), device=length.device) * block
             made.append(Tiles(block, rows.rows, starts.int(), length.int(), query_list, key_list, touch))
