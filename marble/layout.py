@@ -169,7 +169,7 @@ class Layout:
     @cached_property
     def tokens(self) -> int:
         """Number of tokens, padding included."""
-        return sum(span.length for sample in self.samples for span in sample)
+        return int(self.table.length.sum())
 
     @cached_property
     def sample_bounds(self) -> Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from marble.mask.ranges import VisibleRanges
 from marble.mask.shards import Blocks, Shard, expand, pointers, true_at
 from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
+
+_MANY = 4096  # partial tiles that are worth a second thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,22 +70,22 @@ class StoredMask:
         pairing = self._pairing(rows, cols, block)
         keys, queries = pairing.keys, pairing.queries
         runs, parts = pairing.classify()
-        slots = predicates(keys, queries, (parts[:, 0], parts[:, 1]), pairing.legal_by_key)
-        by_key = _lists(keys.blocks.base, runs, parts, slots)
-        # By query, the outer blocks are the query blocks once per key shard.
-        count, base = len(queries.blocks), torch.tensor(keys.blocks.base, device=runs.device)
-        shard_of = torch.repeat_interleave(base.diff())
-        runs = _transpose(runs, shard_of, base, count)
-        label = shard_of[parts[:, 0]] * count + parts[:, 1]
-        order = torch.argsort(label * len(keys.blocks) + parts[:, 0])
-        label, (key, query) = label[order], parts[order].unbind(1)
-        slots = predicates(queries, keys, (query, key), pairing.legal)
-        parts = torch.stack([label, key - base[shard_of[key]]], 1)
-        by_query = _lists([number * count for number in range(len(cols) + 1)], runs, parts, slots)
-        touch = torch.full((count,), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8, device=runs.device)
+        key, query = parts.T.contiguous()
+        by_key = partial(predicates, keys, queries, (key, query), pairing.legal_by_key)
+        # The orientations are independent: many tiles on a CPU are resolved on two threads.
+        if parts.device.type == "cpu" and len(parts) >= _MANY:
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(by_key)
+                by_query = _by_query(pairing, runs, parts)
+            slots = job.result()
+        else:
+            by_query, slots = _by_query(pairing, runs, parts), by_key()
+        key_lists = _lists(keys.blocks.base, runs, parts, slots)
+        blocks = len(queries.blocks)
+        touch = torch.full((blocks,), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8, device=runs.device)
         made = []
         ends = itertools.pairwise(keys.blocks.base)
-        for (first, last), query_list, key_list in zip(ends, by_query, by_key, strict=True):
+        for (first, last), query_list, key_list in zip(ends, by_query, key_lists, strict=True):
             length = keys.blocks.length[first:last]
             starts = torch.arange(len(length), device=length.device) * block
             made.append(Tiles(block, rows.rows, starts.int(), length.int(), query_list, key_list, touch))
@@ -136,6 +139,21 @@ class StoredMask:
         return Pairing(
             self.mask, lambda: self.tracks, self._side([rows], block, keys=False), self._side(cols, block, keys=True)
         )
+
+
+def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:
+    """Runs and parts by key block as lists by query block, one per key shard."""
+    keys, queries = pairing.keys, pairing.queries
+    # By query, the outer blocks are the query blocks once per key shard.
+    count, base = len(queries.blocks), torch.tensor(keys.blocks.base, device=runs.device)
+    shard_of = torch.repeat_interleave(base.diff())
+    runs = _transpose(runs, shard_of, base, count)
+    label = shard_of[parts[:, 0]] * count + parts[:, 1]
+    order = torch.argsort(label * len(keys.blocks) + parts[:, 0])
+    label, (key, query) = label[order], parts[order].unbind(1)
+    slots = predicates(queries, keys, (query, key), pairing.legal)
+    parts = torch.stack([label, key - base[shard_of[key]]], 1)
+    return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs, parts, slots)
 
 
 def _lists(
