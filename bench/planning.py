@@ -1,7 +1,7 @@
 """Planning: how long a rank's plan takes, how it grows, and how even and how sparse what it plans is.
 
 ``python -m bench.planning [threads]`` writes ``bench/results/planning.json``. Every plan is of a fresh layout and made
-without the cache; times are wall-clock times of one rank on 1 or 2 threads (2 by default), each the best of several.
+without the cache; times are wall-clock times of one rank on 1 or 2 threads (2 by default), each the best of five.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from marble.workloads import WORKLOADS, build
 
 MI = 1024 * 1024
 RANKS = 8
-REPEATS = 3
+REPEATS = 5
 BARS = {"S1": 0.25, "S2": 0.03, "S4 growth": 1.15, "S4 memory": 64, "S5": 0.055, "S6 partial": 0.01, "S6 runs": 2}
 BARS |= {"S7": 1.05, "S7 totals": 1.001}
 
