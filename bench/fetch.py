@@ -14,7 +14,7 @@ from rich.table import Table
 
 import marble
 from bench.harness import Row, write
-from marble.compose.planner import Plan
+from marble.compose.plan import Plan
 from marble.compose.schedules.fetch import Exchange
 from marble.workloads import WORKLOADS, build
 
@@ -34,9 +34,9 @@ def order_only(name: str, ranks: int, order: str, *, window_only: bool = False) 
 def fetched(plan: Plan, layer: int) -> list[int]:
     """Key rows that each rank fetches."""
     assert plan.masks is not None
-    shards = tuple(plan.order.shard(rank) for rank in range(plan.world))
-    exchange = Exchange(shards, tuple(plan.masks[layer].seen(shards, shard, BLOCK) for shard in shards), BLOCK)
-    return [sum(exchange.rows(*pair) for pair in exchange.runs if pair[1] == rank) for rank in range(plan.world)]
+    exchange = Exchange.seen_by(plan.order, plan.masks[layer], BLOCK)
+    ranks = range(plan.world)
+    return [sum(exchange.rows(owner, reader) for owner in ranks if owner != reader) for reader in ranks]
 
 
 def window_bounds(plan: Plan, window: int) -> list[int]:

@@ -1,7 +1,8 @@
 """marble: exact sequence-parallel attention over packed multimodal sequences."""
 
 from marble.compose.attention import attention
-from marble.compose.planner import Plan, plan
+from marble.compose.plan import Plan
+from marble.compose.planner import plan
 from marble.compose.shape import AttentionShape
 from marble.layout import Layout, Mode, Span
 

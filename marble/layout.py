@@ -6,16 +6,21 @@ orders, schedules) derives from it.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+CPU = torch.device("cpu")
 
 
 class Mode(StrEnum):
@@ -36,6 +41,7 @@ class Mode(StrEnum):
     """Attends to nothing and is seen by nothing: output 0, LSE −inf, zero gradients."""
 
 
+_MODES = tuple(Mode)
 _LINKABLE = (Mode.GROUP, Mode.NOISE)
 
 
@@ -93,6 +99,13 @@ class SpanTable:
     def ordinal(self) -> Tensor:
         """A number that grows from sample to sample, padding samples included."""
         return torch.cat([self.sample.new_zeros(1), (self.sample.diff() != 0).long()]).cumsum(0)
+
+    def to(self, device: torch.device) -> SpanTable:
+        """The table on another device."""
+        if self.start.device == device:
+            return self
+        columns = torch.stack(list(vars(self).values()))
+        return SpanTable(*columns.to(device, non_blocking=True))
 
     @property
     def stop(self) -> Tensor:
@@ -156,7 +169,7 @@ class Layout:
     @cached_property
     def tokens(self) -> int:
         """Number of tokens, padding included."""
-        return sum(span.length for sample in self.samples for span in sample)
+        return int(self.table.length.sum())
 
     @cached_property
     def sample_bounds(self) -> Tensor:
@@ -165,31 +178,64 @@ class Layout:
         return torch.stack([torch.cat([stop.new_zeros(1), stop[:-1]]), stop], 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"samples": self.samples}  # the rest is cached and derives from them
+        # Columns are small and quick to write; the rest is cached and derives from them.
+        spans = list(itertools.chain.from_iterable(self.samples))
+        groups = {at: span.group for at, span in enumerate(spans) if span.group is not None}
+        return {
+            "spans": [len(sample) for sample in self.samples],
+            "modes": bytes(map(_MODES.index, map(attrgetter("mode"), spans))),
+            "lengths": list(map(attrgetter("length"), spans)),
+            "groups": groups,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known: dict[tuple[int, int, int | None], Span] = {}
+        spans = []
+        for at, (mode, length) in enumerate(zip(state["modes"], state["lengths"], strict=True)):
+            key = (mode, length, state["groups"].get(at))
+            if key not in known:
+                known[key] = Span(_MODES[mode], *key[1:])
+            spans.append(known[key])
+        rest = iter(spans)
+        samples = tuple(tuple(itertools.islice(rest, count)) for count in state["spans"])
+        object.__setattr__(self, "samples", samples)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """A fingerprint: equal for equal layouts, in every process."""
+        table = self.table
+        sha = hashlib.sha256(repr([len(sample) for sample in self.samples]).encode())
+        for column in (table.length, table.sample, table.seg, table.noise, table.linked):
+            sha.update(column.numpy().tobytes())
+        groups = [span.group for sample in self.samples for span in sample]
+        if groups.count(None) < len(groups):
+            sha.update(repr(groups).encode())
+        return sha.digest()
 
     @cached_property
     def table(self) -> SpanTable:
         """The spans as columns."""
-        segs = {None: -1}
-        rows = []
-        start = 0
-        for index, sample in enumerate(self.samples):
-            for span in sample:
-                seg = -1
-                if span.mode in (Mode.FULL, Mode.GROUP, Mode.NOISE):
-                    if span.group is not None:
-                        key: Any = span.group
-                    elif span.mode is Mode.GROUP:
-                        key = ("sample", index)
-                    else:
-                        key = ("span", start)
-                    seg = segs.setdefault(key, len(segs) - 1)
-                noise = seg if span.mode is Mode.NOISE else -1
-                owner = -1 if span.mode is Mode.PAD else index
-                rows.append((start, span.length, owner, seg, noise, span.mode is Mode.GROUP))
-                start += span.length
-        columns = torch.tensor(rows, dtype=torch.int64).T.contiguous()
-        return SpanTable(*columns)
+        spans = list(itertools.chain.from_iterable(self.samples))
+        count = len(spans)
+        # Modes are single objects, and comparing them as numbers is many times faster than as members of an enum.
+        mode = np.fromiter(map(id, map(attrgetter("mode"), spans)), np.int64, count)
+        full, noise, linked, pad = (mode == id(which) for which in (Mode.FULL, Mode.NOISE, Mode.GROUP, Mode.PAD))
+        length = np.fromiter(map(attrgetter("length"), spans), np.int64, count)
+        owner = np.repeat(np.arange(len(self.samples)), [len(sample) for sample in self.samples])
+        # What attends to each other gets one key: spans of one id, group spans of a sample without, a span alone.
+        place = np.arange(count)
+        key = np.where(linked, count + owner, place)
+        group = list(map(attrgetter("group"), spans))
+        if group.count(None) < count:
+            named = [at for at, number in enumerate(group) if number is not None]
+            numbers: dict[Any, int] = {}
+            key[named] = [2 * count + numbers.setdefault(group[at], len(numbers)) for at in named]
+        wide = full | noise | linked
+        seg = np.full(count, -1)
+        _, first, which = np.unique(key[wide], return_index=True, return_inverse=True)
+        seg[wide] = np.argsort(np.argsort(first))[which]
+        columns = (length.cumsum() - length, length, np.where(pad, -1, owner), seg, np.where(noise, seg, -1), linked)
+        return SpanTable(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor, *, tokens: int | None = None) -> Layout:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marble.compose.cost import summarise
-from marble.compose.planner import Plan
+from marble.compose.plan import Plan
 from marble.kernels.contract import Tiles
 from marble.layout import Layout, Mode
 from marble.mask.domains import dense

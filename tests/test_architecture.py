@@ -85,7 +85,8 @@ LAYOUT = ("marble.layout",)
 MASK = (*LAYOUT, "marble.mask", "marble.kernels.contract")
 ORDER = (*MASK, "marble.order")
 SCHEDULES = (*ORDER, "marble.compose.schedules", "marble.compose.schedule")
-PLANNER = (*SCHEDULES, "marble.compose.shape", "marble.compose.planner", "marble.compose.cost")
+PLAN = (*ORDER, "marble.compose.schedule", "marble.compose.shape", "marble.compose.packing")
+PLANNER = (*SCHEDULES, *PLAN, "marble.compose.plan", "marble.compose.planner", "marble.compose.cost")
 KERNELS = ("marble.kernels.contract", "marble.kernels.predicates")
 MAY_IMPORT = {
     "marble.layout": (),
@@ -99,6 +100,8 @@ MAY_IMPORT = {
     "marble.compose.coverage": ("marble.compose.schedule", *KERNELS),
     "marble.compose.check": (*ORDER, "marble.compose.schedule", "marble.compose.coverage", *KERNELS),
     "marble.compose.cost": (*ORDER, "marble.compose.schedule"),
+    "marble.compose.packing": (),
+    "marble.compose.plan": PLAN,
     "marble.compose.planner": PLANNER,
     "marble.compose.executor": ("marble.compose.schedule", "marble.kernels.contract", "marble.comm.transport"),
     "marble.compose.attention": (*PLANNER, "marble.compose.executor", "marble.comm", "marble.kernels.launch"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
@@ -14,11 +14,11 @@ from torch.autograd.function import once_differentiable
 from marble.comm import local, torch_dist
 from marble.comm.transport import Program
 from marble.compose import executor
-from marble.compose.planner import Plan
-from marble.compose.schedule import Pass, Schedule
+from marble.compose.plan import Plan
+from marble.compose.schedule import Schedule
 from marble.compose.shape import AttentionShape
 from marble.kernels import launch
-from marble.kernels.contract import Backend, move
+from marble.kernels.contract import Backend
 from marble.layout import as_int
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -92,7 +92,7 @@ def attention(
     if not all(callable(getattr(chosen, call, None)) for call in ("forward", "delta", "backward")):
         raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
     ranks = None if plan.rank is None else plan.agree(plan.process_group(group), q.device)
-    run = _Run(_schedules_on(plan, layer, q.device), plan.order.lengths, chosen, ranks, shape.softmax_scale)
+    run = _Run(plan.schedules_on(q.device)[layer], plan.order.lengths, chosen, ranks, shape.softmax_scale)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _Attention.apply(q, k, v, run)
     return (out, lse.T) if return_lse else out
@@ -102,7 +102,7 @@ def attention(
 class _Run:
     """How to run one layer's schedules: one in a process group, or without a group those of all ranks."""
 
-    schedules: dict[int, Schedule]
+    schedules: Mapping[int, Schedule]
     lengths: tuple[int, ...]
     backend: Backend
     group: dist.ProcessGroup | None
@@ -188,26 +188,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, layer: int) -> Attention
         if tensor.shape[2] != shape.head_dim:
             raise ValueError(f"{name}: layer {layer} was planned with head_dim {shape.head_dim}, got {tensor.shape[2]}")
     return shape
-
-
-def _schedules_on(plan: Plan, layer: int, device: torch.device) -> dict[int, Schedule]:
-    """The layer's schedules with their tile lists on ``device``, moved once."""
-    if device.type == "cpu":
-        return dict(plan.schedules[layer])
-    moved = plan.__dict__.setdefault("_moved", {})
-    key = (id(plan.schedules[layer]), device)
-    if key not in moved:
-        works: dict[int, Any] = {}
-        moved[key] = {rank: _moved(schedule, device, works) for rank, schedule in plan.schedules[layer].items()}
-    return moved[key]
-
-
-def _moved(schedule: Schedule, device: torch.device, works: dict[int, Any]) -> Schedule:
-    def carry(which: Pass) -> Pass:
-        steps = []
-        for step in which.steps:
-            calls = tuple(replace(call, work=move(call.work, device, works)) for call in step.calls)
-            steps.append(replace(step, calls=calls))
-        return replace(which, steps=tuple(steps))
-
-    return replace(schedule, forward=carry(schedule.forward), backward=carry(schedule.backward))

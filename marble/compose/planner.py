@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import gcd
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from marble.compose.plan import Plan
 from marble.compose.schedule import Schedule
 from marble.compose.schedules.chunked import chunked
 from marble.compose.schedules.fetch import all_gather, sparse_a2a
@@ -41,174 +39,6 @@ from marble.order.set_apart import set_apart
 from marble.order.token_order import TokenOrder
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What `attention` needs to know about one packed batch. Made by `plan`; picklable.
-
-    Attributes:
-        order: which rank holds which tokens.
-        layers: the layers that it was made for.
-        names: the name of each layer's schedule.
-        schedules: per layer the schedules of the ranks that this process runs, by rank. Layers that are alike share
-            one.
-        rank: this process's rank, or None if it runs all ranks (virtual ranks).
-        block: rows of a tile's block.
-        ulysses: how many neighbouring ranks share the heads of their tokens; 1 if none do.
-        masks: per layer, the mask over the stored tokens; None once the plan has been pickled.
-    """
-
-    order: TokenOrder
-    layers: tuple[AttentionShape, ...]
-    names: tuple[str, ...]
-    schedules: tuple[Mapping[int, Schedule], ...]
-    rank: int | None
-    block: int
-    ulysses: int = 1
-    masks: tuple[StoredMask, ...] | None = None
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.order.world
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole sequence."""
-        return self.order.storage.layout.tokens
-
-    @property
-    def local_tokens(self) -> int:
-        """Tokens that this process holds: its rank's, or all of them with virtual ranks."""
-        return self.tokens if self.rank is None else self.order.lengths[self.rank]
-
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """Ranks without work: none of the ranks that they share heads with has a token."""
-        groups = [sum(self.order.lengths[rank : rank + self.ulysses]) for rank in range(0, self.world, self.ulysses)]
-        return tuple(rank for rank in range(self.world) if not groups[rank // self.ulysses])
-
-    def __str__(self) -> str:
-        """One line: tokens, ranks, order and schedules, and who stays idle."""
-        ranks = f"{self.world} ranks" if self.ulysses == 1 else f"{self.world // self.ulysses} × {self.ulysses} ranks"
-        kinds = Counter(self.names)
-        layers = ", ".join(name if len(kinds) == 1 else f"{name} × {count}" for name, count in kinds.items())
-        idle = f"; ranks {list(self.idle)} have no work" if self.idle else ""
-        return f"plan of {self.tokens} tokens on {ranks}, order {self.order.name}, schedule {layers}{idle}"
-
-    @cached_property
-    def index(self) -> Tensor:
-        """Sequence positions of this process's tokens, int64 [local_tokens]; with virtual ranks, rank after rank."""
-        return self._every_index if self.rank is None else self.order.index(self.rank)
-
-    @cached_property
-    def _every_index(self) -> Tensor:
-        return torch.cat([self.order.index(rank) for rank in range(self.world)])
-
-    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This process's tokens of a full-sequence tensor: activations, positions, labels alike.
-
-        Args:
-            x: [..., tokens, ...] in sequence order, on any device.
-            dim: the token dimension.
-
-        Raises:
-            ValueError: if ``x`` has another number of tokens.
-        """
-        self._expect(x, dim, self.tokens, "shard")
-        return x.index_select(dim, self.index.to(x.device))
-
-    def unshard(self, x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
-        """The inverse of `shard`: the full sequence in sequence order, on every rank.
-
-        Args:
-            x: [..., local_tokens, ...].
-            dim: the token dimension.
-            group: the process group of the plan's ranks; by default the default group. Unused with virtual ranks.
-
-        Raises:
-            ValueError: if ``x`` has another number of tokens, or would need gradients through other processes.
-        """
-        self._expect(x, dim, self.local_tokens, "unshard")
-        if self.rank is None:
-            gathered = x
-        else:
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError("unshard: gradients do not pass between processes; call it on x.detach()")
-            gathered = self._gather(x.movedim(dim, 0), self.process_group(group)).movedim(0, dim)
-        return gathered.index_select(dim, torch.argsort(self._every_index).to(x.device))
-
-    def process_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """The group to run this plan in.
-
-        Raises:
-            ValueError: if there is none, or it is not the one that the plan was made for.
-        """
-        if group is None:
-            if not dist.is_initialized():
-                raise ValueError(
-                    f"group: the plan is for rank {self.rank} of {self.world}, but torch.distributed is not "
-                    "initialised; initialise it, or plan without rank to run virtual ranks"
-                )
-            group = dist.group.WORLD
-        assert group is not None
-        if (group.size(), group.rank()) != (self.world, self.rank):
-            raise ValueError(
-                f"group: the plan is for rank {self.rank} of {self.world}, the group has this process as rank "
-                f"{group.rank()} of {group.size()}; plan for this group"
-            )
-        return group
-
-    @cached_property
-    def digest(self) -> Tensor:
-        """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
-        described = repr((self.order.name, self.world, self.ulysses, self.block, self.layers, self.names)).encode()
-        parts = (self.order.pieces, self.order.storage.span_order, *vars(self.order.storage.layout.table).values())
-        sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
-        return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
-
-    def agree(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-        """Make sure, once per plan and group, that all ranks of the group planned the same; returns the group.
-
-        Raises:
-            ValueError: on every rank, if the plans differ.
-        """
-        agreed = self.__dict__.setdefault("_agreed", set())
-        if group not in agreed:
-            mine = self.digest.to(device)
-            digests = [torch.empty_like(mine) for _ in range(self.world)]
-            dist.all_gather(digests, mine, group=group)
-            different = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
-            if different:
-                raise ValueError(
-                    f"plan: rank {self.rank} and ranks {different} planned different layouts, layers or orders; every "
-                    "rank of a group must plan the same batch"
-                )
-            agreed.add(group)
-        return group
-
-    def _gather(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        most = max(self.order.lengths)
-        padded = torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
-        parts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:length] for part, length in zip(parts, self.order.lengths, strict=True)])
-
-    def _expect(self, x: Tensor, dim: int, tokens: int, name: str) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-        dim = as_int(dim, f"{name}: dim")
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"{name}: dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
-        if x.shape[dim] != tokens:
-            raise ValueError(
-                f"{name}: the plan expects {tokens} tokens in dimension {dim}, got {x.shape[dim]}; plan for this layout"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Masks may be lambdas, and everything cached derives from the fields.
-        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"masks": None}
-
-
 def plan(
     layout: Layout,
     layers: AttentionShape | Sequence[AttentionShape],
@@ -222,6 +52,7 @@ def plan(
     block: int = MAX_BLOCK,
     mask: MaskFn | None = None,
     tracks: Mapping[str, Tensor] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Plan:
     """Plan attention over one packed sequence. Every rank plans alone and comes to the same answer.
 
@@ -246,6 +77,8 @@ def plan(
         mask: a mask of one's own, ``mask(q, k)`` over token tracks (see `marble.mask.algebra`), instead of the
             layout's modes. Padding stays invisible.
         tracks: further integer tracks [tokens] by name, for ``mask``.
+        device: where to plan, and where the tile lists will lie. The plan is the same; a data loader's worker plans on
+            the CPU.
 
     Raises:
         TypeError, ValueError: if an argument is not what it must be; the message names it.
@@ -255,22 +88,49 @@ def plan(
     # A device context slows every call down, so it is entered only where the caller has another default device.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
-        return _plan(layout, layers, _resolve_ranks(ranks, rank, group), schedule, order, ulysses, block, mask, tracks)
+        where = _resolve_ranks(ranks, rank, group)
+        request = _request(layout, layers, where, schedule, order, ulysses, block, torch.device(device))
+        if mask is None and tracks is None:
+            made = _kept(replace(request, digest=layout.digest))
+        else:
+            made = _make(request, mask, tracks)
+    if made.idle:
+        warnings.warn(
+            f"marble.plan: ranks {list(made.idle)} get no tokens ({made.tokens} tokens in blocks of {made.block} on "
+            f"{made.world} ranks)",
+            stacklevel=2,
+        )
+    return made
 
 
-def _plan(
+@dataclass(frozen=True)
+class _Request:
+    """What a plan is made from, all checked. Requests are equal if their layouts' digests and all else are."""
+
+    layout: Layout = field(compare=False)
+    digest: bytes
+    layers: tuple[AttentionShape, ...]
+    world: int
+    rank: int | None
+    names: tuple[str, ...]
+    order: str
+    ulysses: int
+    block: int
+    device: torch.device
+
+
+def _request(
     layout: Layout,
     layers: AttentionShape | Sequence[AttentionShape],
-    ranks: tuple[int, int | None],
+    where: tuple[int, int | None],
     schedule: str | Sequence[str],
     order: str | None,
     ulysses: int,
     block: int,
-    mask: MaskFn | None,
-    tracks: Mapping[str, Tensor] | None,
-) -> Plan:
+    device: torch.device,
+) -> _Request:
     layers = (layers,) if isinstance(layers, AttentionShape) else _as_layers(layers)
-    world, rank = ranks
+    world, rank = where
     _check_degree(ulysses := as_int(ulysses, "ulysses"), world, layers)
     block = as_int(block, "block")
     if not 1 <= block <= MAX_BLOCK:
@@ -282,23 +142,32 @@ def _plan(
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
-    masks = _stored_masks(layout, layers, mask, tracks)
+    return _Request(layout, b"", layers, world, rank, names, order, ulysses, block, device)
+
+
+@lru_cache(maxsize=8)
+def _kept(request: _Request) -> Plan:
+    return _make(request, None, None)
+
+
+def forget() -> None:
+    """Forget the kept plans."""
+    _kept.cache_clear()
+
+
+def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None) -> Plan:
+    layers, names, block, ulysses = request.layers, request.names, request.block, request.ulysses
+    masks = _stored_masks(request.layout, layers, mask, tracks, request.device)
     try:
-        groups = ORDERS[order](masks, world // ulysses, block)
+        groups = ORDERS[request.order](masks, request.world // ulysses, block)
     except NotDenseError as error:
         if "chunked" in names:
             raise ValueError(f"schedule: layer {names.index('chunked')} cannot be 'chunked': {error}") from None
-        raise ValueError(f"order: {order!r} needs a mask that dense calls can express, but {error}") from None
+        raise ValueError(f"order: {request.order!r} needs a mask that dense calls can express, but {error}") from None
     dealt = groups if ulysses == 1 else groups.split(ulysses)
-    schedules = _build(groups, dealt, layers, names, masks, range(world) if rank is None else (rank,), block)
-    planned = Plan(dealt, layers, names, schedules, rank, block, ulysses, masks)
-    if planned.idle:
-        warnings.warn(
-            f"marble.plan: ranks {list(planned.idle)} get no tokens ({layout.tokens} tokens in blocks of {block} on "
-            f"{world} ranks)",
-            stacklevel=3,
-        )
-    return planned
+    mine = range(request.world) if request.rank is None else (request.rank,)
+    schedules = _build(groups, dealt, layers, names, masks, mine, block)
+    return Plan(dealt, layers, names, schedules, request.rank, block, ulysses, masks)
 
 
 def _build(
@@ -390,7 +259,11 @@ def _resolve_ranks(ranks: int | None, rank: int | None, group: dist.ProcessGroup
 
 
 def _stored_masks(
-    layout: Layout, layers: Sequence[AttentionShape], mask: MaskFn | None, tracks: Mapping[str, Tensor] | None
+    layout: Layout,
+    layers: Sequence[AttentionShape],
+    mask: MaskFn | None,
+    tracks: Mapping[str, Tensor] | None,
+    device: torch.device,
 ) -> tuple[StoredMask, ...]:
     """Each layer's mask over one storage order; equal masks are one object."""
     if mask is not None and not callable(mask):
@@ -401,7 +274,7 @@ def _stored_masks(
     if mask is not None and any(window is not None for window in windows):
         raise ValueError("mask: a mask of one's own replaces the window too; put the window into the mask")
     natural = mask is not None or any(window is not None for window in windows)
-    storage = Storage.natural(layout) if natural else set_apart(layout)
+    storage = Storage.natural(layout, device) if natural else set_apart(layout, device)
     if mask is not None:
         probe(mask, Tracks.of(layout, tracks))
     built: dict[int | None, StoredMask] = {}
@@ -431,7 +304,7 @@ def _deal_ptrr(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrde
 
 def _deal_balanced_samples(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
     storage = masks[0].storage
-    work = _block_costs(masks, block).repeat_interleave(block, 1)[:, : storage.layout.tokens]
+    work = _block_costs(masks, block).cpu().repeat_interleave(block, 1)[:, : storage.layout.tokens]
     pieces = balanced_samples(storage.layout.sample_bounds, work, world, block)
     return TokenOrder("balanced_samples", storage, world, pieces)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marble.layout import CPU
 from marble.mask.algebra import MaskFn
 from marble.mask.tracks import Operand, Tracks
 
@@ -42,10 +43,16 @@ class BlockSummaries:
     def of(cls, tracks: Tracks, block: int) -> BlockSummaries:
         """Summaries of consecutive blocks of ``block`` tokens; the last may be shorter."""
         blocks = -(-len(tracks) // block)
+        # Repeating the last token completes the last block without changing what the block holds.
+        index = torch.arange(blocks * block, device=tracks.pos.device).clamp(max=len(tracks) - 1)
+        return cls.of_blocks(tracks.take(index.view(blocks, block)))
+
+    @classmethod
+    def of_blocks(cls, tracks: Tracks) -> BlockSummaries:
+        """Summaries of blocks, from tracks of shape [blocks, block]."""
         columns = {}
         for name, column in tracks.columns.items():
-            # Repeating the last token completes the last block without changing what the block holds.
-            filled = torch.cat([column, column[-1:].expand(blocks * block - len(column))]).view(blocks, block).long()
+            filled = column.long()
             low, high = filled.aminmax(dim=1)
             columns[name] = Interval(low, high, _bitmap(filled))
         return cls(columns)
@@ -121,7 +128,7 @@ def _truth(value: Ternary | bool) -> Ternary:
     if isinstance(value, Ternary):
         return value
     if isinstance(value, bool):
-        return Ternary(torch.tensor(value), torch.tensor(not value))
+        return Ternary(torch.tensor(value, device=CPU), torch.tensor(not value, device=CPU))
     raise TypeError(f"mask: cannot combine a condition with {type(value).__name__}")
 
 
@@ -217,8 +224,8 @@ def _interval(value: Interval | int) -> Interval:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"mask: tracks are integers and cannot be combined with {type(value).__name__}")
     number = operator.index(value)
-    exact = torch.tensor(number, dtype=torch.int64)
-    return Interval(exact, exact, torch.tensor(1, dtype=torch.int64) << (number % _BITMAP))
+    exact = torch.tensor(number, dtype=torch.int64, device=CPU)  # a scalar goes with tensors on any device
+    return Interval(exact, exact, torch.tensor(1, dtype=torch.int64, device=CPU) << (number % _BITMAP))
 
 
 def _positive(divisor: int, sign: str) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marble.kernels.contract import TileList, Tiles
-from marble.mask.tiles import dedupe
+from marble.mask.predicates import dedupe
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,36 +64,47 @@ class _Renumber:
 
 def _stack(lists: Sequence[tuple[TileList, _Renumber]], outer: int) -> TileList:
     """Tile lists over renumbered blocks as one list of ``outer`` outer blocks."""
-    runs, parts, ranges, bits = [], [], [], []
-    range_base = bit_base = 0
+    runs, parts = [], []
+    ranges, bits = _Tables(), _Tables()
     for tiles, number in lists:
         entries = []
         for ptr, values in ((tiles.run_ptr, tiles.runs), (tiles.part_ptr, tiles.parts)):
-            owner = torch.repeat_interleave(torch.arange(tiles.outer), ptr.diff().long())
+            owner = torch.repeat_interleave(ptr.diff().long())
             inner = values[:, 0].long()
             owner = owner if number.outer is None else number.outer[owner]
             inner = inner if number.inner is None else number.inner[inner]
             entries.append(torch.stack([owner, inner, values[:, 1].long()], 1))
         slot = entries[1][:, 2]
-        entries[1][:, 2] = torch.where(slot >= 0, slot + range_base, slot - bit_base)
-        range_base, bit_base = range_base + len(tiles.ranges), bit_base + len(tiles.bits)
+        entries[1][:, 2] = torch.where(slot >= 0, slot + ranges.base(tiles.ranges), slot - bits.base(tiles.bits))
         runs.append(entries[0])
         parts.append(entries[1])
-        ranges.append(tiles.ranges)
-        bits.append(tiles.bits)
     merged = torch.cat(parts)
     slots = merged[:, 2].clone()
-    (distinct_ranges, range_of), (distinct_bits, bit_of) = dedupe(torch.cat(ranges)), dedupe(torch.cat(bits))
-    merged[slots >= 0, 2] = range_of[slots[slots >= 0]]
-    merged[slots < 0, 2] = ~bit_of[~slots[slots < 0]]
+    distinct_ranges, merged[slots >= 0, 2] = dedupe(torch.cat(ranges.tables), slots[slots >= 0])
+    distinct_bits, bit_of = dedupe(torch.cat(bits.tables), ~slots[slots < 0])
+    merged[slots < 0, 2] = ~bit_of
     return TileList(
         *_compress(torch.cat(runs), outer), *_compress(merged, outer), ranges=distinct_ranges, bits=distinct_bits
     )
+
+
+class _Tables:
+    """Tables of predicates one after the other, each table once: the shards of one rank share theirs."""
+
+    def __init__(self) -> None:
+        self.tables: list[Tensor] = []
+
+    def base(self, table: Tensor) -> int:
+        """The first row of a table."""
+        if not any(table is other for other in self.tables):
+            self.tables.append(table)
+        at = next(number for number, other in enumerate(self.tables) if other is table)
+        return sum(map(len, self.tables[:at]))
 
 
 def _compress(entries: Tensor, outer: int) -> tuple[Tensor, Tensor]:
     """Entries (outer, inner, value) as CSR, sorted by outer, then inner."""
     width = int(entries[:, 1].max()) + 1 if len(entries) else 1
     entries = entries[torch.argsort(entries[:, 0] * width + entries[:, 1])]
-    ptr = torch.searchsorted(entries[:, 0].contiguous(), torch.arange(outer + 1)).int()
+    ptr = torch.searchsorted(entries[:, 0].contiguous(), torch.arange(outer + 1, device=entries.device)).int()
     return ptr, entries[:, 1:].int()

@@ -45,6 +45,34 @@ class QueryRanges:
     exact: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Ramp:
+    """A bound of visible ranges over neighbouring tokens: ``clamp(place + offset, first, last)``.
+
+    Attributes:
+        first: int64 [...], the bound of the first token.
+        last: int64 [...], that of the last; not below ``first``.
+        offset: int64 [...], where the bound rises, the bound less the token's place.
+    """
+
+    first: Tensor
+    last: Tensor
+    offset: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SpanRanges:
+    """The visible ranges of all tokens in closed form, span by span in sequence order; places count in the span.
+
+    Attributes:
+        bounds: two ramps lo, hi (of keys) or four, lo₀, hi₀, lo₁, hi₁ (of queries); an empty range has lo ≥ hi.
+        exact: bool [spans], whether they are the visible ranges of every token of the span.
+    """
+
+    bounds: tuple[Ramp, ...]
+    exact: Tensor
+
+
 class VisibleRanges:
     """The visible ranges of `marble.mask.modes.packed_mask` on a stored layout (padding sees nothing).
 
@@ -57,42 +85,66 @@ class VisibleRanges:
         self._spans = _Spans(storage)
         self._window = window
 
-    @property
-    def borders(self) -> Tensor:
-        """First stored position of every stored span, rising.
-
-        From key to key inside a span neither end of the range falls, each rises by one at most, and if the first and
-        the last of some neighbouring keys are exact, so are all between them.
-        """
-        return self._spans.stored_start
-
     def keys(self, tokens: Tensor) -> KeyRanges:
         """The ranges of the keys at the storage positions ``tokens``, int64 [...]."""
-        spans = self._spans
-        span, within = spans.locate(tokens)
-        hull = (
-            _global_keys(spans, span, within)
-            if self._window is None
-            else _window_keys(spans, span, within, self._window)
+        return self._keys(*self._spans.locate(tokens))
+
+    def queries(self, tokens: Tensor) -> QueryRanges:
+        """The ranges of the queries at the storage positions ``tokens``, int64 [...]."""
+        return self._queries(*self._spans.locate(tokens))
+
+    @cached_property
+    def key_spans(self) -> SpanRanges:
+        """The ranges of all keys, from those of each span's first and last key.
+
+        From key to key inside a span neither end of the range falls, each rises by one at most, and if the first and
+        the last key are exact, so are all between them. An end that rises is the key itself, or ``window`` behind it.
+        """
+        spans, window = self._spans, self._window or 0
+        found = self._keys(slice(None), spans.ends)
+        (lo_first, lo_last), (hi_first, hi_last) = found.lo, found.hi
+        lo, hi = Ramp(lo_first, lo_last, spans.own.lo), Ramp(hi_first, hi_last, spans.own.lo + window)
+        return SpanRanges((lo, hi), found.exact.all(0))
+
+    @cached_property
+    def query_spans(self) -> SpanRanges:
+        """The ranges of all queries, from those of each span's first and last query, as for keys.
+
+        A range that only some queries of a span have counts as not exact.
+        """
+        spans, window = self._spans, self._window or 0
+        found = self._queries(slice(None), spans.ends)
+        own = spans.own.lo + 1
+        offsets = (own - window, own, own - window, own)
+        bounds = tuple(
+            Ramp(first, last, offset)
+            for (first, last), offset in zip(found.bounds.permute(2, 0, 1).contiguous(), offsets, strict=True)
         )
+        rising = (found.bounds[1] >= found.bounds[0]).all(-1)
+        return SpanRanges(bounds, found.exact.all(0) & rising)
+
+    def _keys(self, span: Tensor | slice, within: Tensor) -> KeyRanges:
+        spans = self._spans
+        if self._window is None:
+            hull = _global_keys(spans, span, within)
+        else:
+            hull = _window_keys(spans, span, within, self._window)
         seen = (hull.count != 0) & (spans.sample[span] >= 0)
         lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
         return KeyRanges(lo, hi, ~seen | (hi - lo == hull.count))
 
-    def queries(self, tokens: Tensor) -> QueryRanges:
-        """The ranges of the queries at the storage positions ``tokens``, int64 [...]."""
+    def _queries(self, span: Tensor | slice, within: Tensor) -> QueryRanges:
         spans = self._spans
-        span, within = spans.locate(tokens)
         if self._window is None:
             hulls = _global_queries(spans, span, within)
         else:
             hulls = _window_queries(spans, span, within, self._window)
-        bounds, exact = [], torch.ones_like(tokens, dtype=torch.bool)
+        bounds, exact = [], torch.ones_like(within, dtype=torch.bool)
         for hull in hulls:
             seen = (hull.count != 0) & (spans.sample[span] >= 0)
             lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
             exact = exact & (~seen | (hi - lo == hull.count))
-            bounds += [lo, hi]
+            bounds += [lo.expand_as(within), hi.expand_as(within)]
         return QueryRanges(torch.stack(bounds, -1), exact)
 
 
@@ -121,7 +173,7 @@ class _Hull:
         """This set where the condition holds, else the empty set."""
         return _Hull(self.lo, self.hi, torch.where(condition, self.count, 0))
 
-    def take(self, index: Tensor) -> _Hull:
+    def take(self, index: Tensor | slice) -> _Hull:
         return _Hull(self.lo[index], self.hi[index], self.count[index])
 
 
@@ -132,17 +184,19 @@ class _Spans:
     """Spans by sequence order with what the ranges need of them: hulls of neighbours and of groups."""
 
     def __init__(self, storage: Storage) -> None:
-        table = storage.layout.table
+        table = storage.table
         self.storage = storage
         self.sample, self.seg, self.noise = table.sample, table.seg, table.noise >= 0
         self.start, self.length, self.stop = table.start, table.length, table.stop
         self.own = _Hull(storage.offset, storage.offset + table.length, table.length)
         self.ordinal = table.ordinal
-        border = torch.cat([self.ordinal.diff() != 0, torch.ones(1, dtype=torch.bool)])
+        border = torch.cat([self.ordinal.diff() != 0, self.noise.new_ones(1)])
         self.sample_stop = self.stop[border][self.ordinal]
         self.sample_start = torch.cat([self.stop.new_zeros(1), self.stop[border][:-1]])[self.ordinal]
         # Groups: spans with one seg; every span without one is a group of its own, for uniform handling.
-        self.group = torch.where(self.seg >= 0, self.seg, int(self.seg.max()) + 1 + torch.arange(len(self.seg)))
+        self.group = torch.where(
+            self.seg >= 0, self.seg, len(self.seg) + torch.arange(len(self.seg), device=storage.device)
+        )
         self.by_group = torch.argsort(self.group, stable=True)
 
     def running(self, members: Tensor, *, by: Tensor, order: Tensor | None = None, after: bool) -> _Hull:
@@ -150,7 +204,7 @@ class _Spans:
 
         ``order`` lists the spans so that equal values of ``by`` are neighbours (default: as they are).
         """
-        index = torch.arange(len(by)) if order is None else order
+        index = torch.arange(len(by), device=by.device) if order is None else order
         index = index.flip(0) if after else index
         key = by[index]
         hull = self.own.where(members).take(index)
@@ -159,7 +213,7 @@ class _Spans:
         lo = (hull.low - rank).cummin(0).values + rank
         hi = (hull.high + rank).cummax(0).values - rank
         total = hull.count.cumsum(0)
-        fresh = torch.cat([torch.ones(1, dtype=torch.bool), key.diff() != 0])
+        fresh = torch.cat([members.new_ones(1), key.diff() != 0])
         base = torch.where(fresh, total - hull.count, 0).cummax(0).values
         shifted = [torch.cat([value[:1], value[:-1]]) for value in (lo, hi, total)]
         count = torch.where(fresh, 0, shifted[2] - base)
@@ -169,8 +223,13 @@ class _Spans:
         return _Hull(*result)
 
     @property
+    def ends(self) -> Tensor:
+        """The places of each span's first and last token, int64 [2, spans]."""
+        return torch.stack([torch.zeros_like(self.length), self.length - 1])
+
+    @property
     def everyone(self) -> Tensor:
-        return torch.ones(len(self.seg), dtype=torch.bool)
+        return torch.ones_like(self.noise)
 
     @cached_property
     def later(self) -> _Hull:
@@ -203,14 +262,9 @@ class _Spans:
         main, other = ((member, self.earlier(member & ~self.noise)) for member in (~behind, behind))
         return main, other
 
-    @cached_property
-    def stored_start(self) -> Tensor:
-        """First stored position of each stored span, rising."""
-        return self.storage.offset[self.storage.span_order]
-
     def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The span of each stored token, and its place inside."""
-        span = self.storage.span_order[torch.searchsorted(self.stored_start, tokens, right=True) - 1]
+        span = self.storage.span_order[torch.searchsorted(self.storage.stored_start, tokens, right=True) - 1]
         return span, tokens - self.storage.offset[span]
 
     @cached_property
@@ -227,11 +281,11 @@ class _Spans:
     @cached_property
     def disturbed(self) -> Tensor:
         """Spans of samples that something is set apart in."""
-        found = torch.zeros(int(self.ordinal[-1]) + 1, dtype=torch.bool)
+        found = torch.zeros_like(self.noise)
         found[self.ordinal[self.storage.apart]] = True
         return found[self.ordinal]
 
-    def group_tokens_before(self, span: Tensor, position: Tensor) -> Tensor:
+    def group_tokens_before(self, span: Tensor | slice, position: Tensor) -> Tensor:
         """How many tokens of a span's group lie before a sequence position, for [tokens] spans and positions."""
         order, shift = self.by_group, int(self.stop[-1]) + 1
         keys = self.group[order] * shift + self.start[order]
@@ -243,7 +297,7 @@ class _Spans:
         return torch.where((at >= 0) & (self.group[found] == self.group[span]), before, 0)
 
 
-def _global_keys(spans: _Spans, span: Tensor, within: Tensor) -> _Hull:
+def _global_keys(spans: _Spans, span: Tensor | slice, within: Tensor) -> _Hull:
     later = spans.later.take(span)
     tail = _Hull(spans.own.lo[span] + within, spans.own.hi[span], spans.length[span] - within)
     # Later mates are among the later spans of the sample already.
@@ -252,7 +306,7 @@ def _global_keys(spans: _Spans, span: Tensor, within: Tensor) -> _Hull:
     return _choose(spans.noise[span], spans.whole_group.take(span), visible)
 
 
-def _global_queries(spans: _Spans, span: Tensor, within: Tensor) -> tuple[_Hull, _Hull]:
+def _global_queries(spans: _Spans, span: Tensor | slice, within: Tensor) -> tuple[_Hull, _Hull]:
     head = _Hull(spans.own.lo[span], spans.own.lo[span] + within + 1, within + 1)
     own = _choose(spans.seg[span] >= 0, spans.own.take(span), head).union(spans.mates_after.take(span))
     own = _choose(spans.noise[span], spans.whole_group.take(span), own)
@@ -260,7 +314,7 @@ def _global_queries(spans: _Spans, span: Tensor, within: Tensor) -> tuple[_Hull,
     return first, second
 
 
-def _window_keys(spans: _Spans, span: Tensor, within: Tensor, window: int) -> _Hull:
+def _window_keys(spans: _Spans, span: Tensor | slice, within: Tensor, window: int) -> _Hull:
     key = spans.start[span] + within
     reach = torch.minimum(key + window, spans.sample_stop[span])
     forward = _Hull(key, reach, reach - key)
@@ -271,7 +325,7 @@ def _window_keys(spans: _Spans, span: Tensor, within: Tensor, window: int) -> _H
     return _choose(spans.noise[span], group, _natural(spans, span, _choose(spans.seg[span] >= 0, wide, forward)))
 
 
-def _window_queries(spans: _Spans, span: Tensor, within: Tensor, window: int) -> tuple[_Hull, _Hull]:
+def _window_queries(spans: _Spans, span: Tensor | slice, within: Tensor, window: int) -> tuple[_Hull, _Hull]:
     query, noise = spans.start[span] + within, spans.noise[span]
     first = torch.maximum(query - window + 1, spans.sample_start[span])
     last = torch.where(noise, torch.minimum(query + 1, spans.start[span]), query + 1)
@@ -285,7 +339,7 @@ def _window_queries(spans: _Spans, span: Tensor, within: Tensor, window: int) ->
     return _natural(spans, span, main), group.where(noise)
 
 
-def _natural(spans: _Spans, span: Tensor, hull: _Hull) -> _Hull:
+def _natural(spans: _Spans, span: Tensor | slice, hull: _Hull) -> _Hull:
     """Sequence positions are storage positions only in samples that nothing is set apart in; elsewhere, no range."""
     wrong = spans.disturbed[span]
     lo = torch.where(wrong, spans.sample_start[span], hull.lo)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marble.layout import Layout
+from marble.layout import CPU, Layout, SpanTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +27,20 @@ class Storage:
     apart: Tensor
 
     @classmethod
-    def natural(cls, layout: Layout) -> Storage:
+    def natural(cls, layout: Layout, device: torch.device = CPU) -> Storage:
         """The order of the sequence."""
         spans = len(layout.table.start)
-        return cls(layout, torch.arange(spans), torch.zeros(spans, dtype=torch.bool))
+        return cls(layout, torch.arange(spans, device=device), torch.zeros(spans, dtype=torch.bool, device=device))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the order lies, and all that is planned from it."""
+        return self.span_order.device
+
+    @cached_property
+    def table(self) -> SpanTable:
+        """The layout's spans, on the device of the order."""
+        return self.layout.table.to(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layout": self.layout, "span_order": self.span_order, "apart": self.apart}
@@ -38,28 +48,31 @@ class Storage:
     @cached_property
     def offset(self) -> Tensor:
         """First storage position of each span, int64 [spans], by sequence order of the spans."""
-        length = self.layout.table.length[self.span_order]
-        offset = torch.empty_like(length)
-        offset[self.span_order] = length.cumsum(0) - length
-        return offset
+        return torch.empty_like(self.span_order).index_copy_(0, self.span_order, self.stored_start)
+
+    @cached_property
+    def stored_start(self) -> Tensor:
+        """First storage position of each span as it is stored, int64 [spans], rising from 0."""
+        length = self.table.length[self.span_order]
+        return length.cumsum(0) - length
 
     @cached_property
     def span(self) -> Tensor:
         """The span of each stored token, int64 [tokens]."""
-        return torch.repeat_interleave(self.span_order, self.layout.table.length[self.span_order])
+        return torch.repeat_interleave(self.span_order, self.table.length[self.span_order])
 
     @cached_property
     def within(self) -> Tensor:
         """Each stored token's place inside its span, int64 [tokens]."""
-        return torch.arange(self.layout.tokens) - self.offset[self.span]
+        return torch.arange(self.layout.tokens, device=self.device) - self.offset[self.span]
 
     @cached_property
     def sequence(self) -> Tensor:
         """Each stored token's position in the sequence, int64 [tokens]."""
-        return self.layout.table.start[self.span] + self.within
+        return self.table.start[self.span] + self.within
 
     def sequence_of(self, tokens: Tensor) -> Tensor:
         """The same for some stored tokens, int64 [...], without looking at all others."""
         starts = self.offset[self.span_order]
         span = self.span_order[torch.searchsorted(starts, tokens, right=True) - 1]
-        return self.layout.table.start[span] + tokens - self.offset[span]
+        return self.table.start[span] + tokens - self.offset[span]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marble.layout import Layout
+from marble.layout import CPU, Layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,25 +32,25 @@ class Tracks:
     user: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: Layout, user: Mapping[str, Tensor] | None = None) -> Tracks:
+    def of(cls, layout: Layout, user: Mapping[str, Tensor] | None = None, device: torch.device = CPU) -> Tracks:
         """The tracks of a layout in sequence order.
 
         Raises:
             TypeError: if ``user`` is not a mapping.
             ValueError: if a user track has a reserved name or does not hold one 32-bit integer per token.
         """
-        table = layout.table
+        table = layout.table.to(device)
         sample, seg, noise = (
             torch.repeat_interleave(column.int(), table.length) for column in (table.sample, table.seg, table.noise)
         )
-        pos = torch.arange(layout.tokens, dtype=torch.int32)
+        pos = torch.arange(layout.tokens, dtype=torch.int32, device=device)
         extra = {}
         if user is not None and not isinstance(user, Mapping):
             raise TypeError(f"tracks: expected a mapping of names to tensors, got {type(user).__name__}")
         for name, column in (user or {}).items():
             if name in ("sample", "seg", "noise", "pos"):
                 raise ValueError(f"tracks: {name!r} is one of marble's own tracks; choose another name")
-            extra[name] = _user_track(column, name, layout.tokens)
+            extra[name] = _user_track(column, name, layout.tokens).to(device)
         return cls(sample, seg, noise, pos, extra)
 
     def __len__(self) -> int:

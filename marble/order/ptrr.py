@@ -12,7 +12,10 @@ def ptrr(costs: Tensor, ranks: int) -> Tensor:
 
     Within a round the costliest block goes to the rank with the least work so far. PyTorch's rule, to reverse every
     other round, guesses at that; this is exact, and it balances several kinds of layers at once: each round is dealt
-    by the kind whose ranks are furthest apart.
+    by the kind whose ranks are furthest apart. Most rounds are of equal costs and change no balance. Round i of all
+    then begins at rank i: dealt alike in round after round, blocks of one sample would always meet on the same two
+    ranks, and single steps of a ring be uneven (two kinds of layers over Gemma documents: Σ of the slowest steps 1.09
+    of the mean, dealt in turn 1.02).
 
     Args:
         costs: [blocks] or [kinds of layers, blocks], work of each query block in any unit.
@@ -30,16 +33,32 @@ def ptrr(costs: Tensor, ranks: int) -> Tensor:
         >>> ptrr(torch.tensor([1, 2, 3, 4, 5, 6]), 2).tolist()
         [1, 0, 0, 1, 1, 0]
     """
-    work = np.atleast_2d(costs.double().numpy())
+    work = np.atleast_2d(costs.double().cpu().numpy())
     unit = 1 / np.maximum(work.sum(1), 1)
-    load = np.zeros((len(work), ranks))
-    rank_of = np.empty(work.shape[1], dtype=np.int64)
     by_cost = np.argsort(-(unit @ work), kind="stable")
-    for first in range(0, len(by_cost), ranks):
-        hand = by_cost[first : first + ranks]
-        kind = int(np.argmax((load.max(1) - load.min(1)) * unit))
-        hand = hand[np.argsort(-work[kind, hand], kind="stable")]
-        seats = np.argsort(load[kind], kind="stable")[: len(hand)]
-        rank_of[hand] = seats
-        load[:, seats] += work[:, hand]
+    rounds = -(-len(by_cost) // ranks)
+    padded = np.zeros((len(work), rounds * ranks))
+    padded[:, : len(by_cost)] = work[:, by_cost]
+    hands = padded.reshape(len(work), rounds, ranks)
+    # Only rounds of unequal costs depend on one another. They are small: plain lists are faster than arrays.
+    uneven = (hands.max(2) > hands.min(2)).any(0)
+    seats = (np.arange(rounds)[:, None] + np.arange(ranks)) % ranks
+    load = [[0.0] * ranks for _ in work]
+    greedy = []
+    for costs_of in hands[:, uneven].swapaxes(0, 1).tolist():
+        kind, by_cost_here = 0, list(range(ranks))
+        if len(load) > 1:
+            spreads = [(max(row) - min(row)) * scale for row, scale in zip(load, unit, strict=True)]
+            kind = spreads.index(max(spreads))
+            by_cost_here.sort(key=costs_of[kind].__getitem__, reverse=True)
+        seat = [0] * ranks
+        for block, rank in zip(by_cost_here, sorted(range(ranks), key=load[kind].__getitem__), strict=True):
+            seat[block] = rank
+            for row, cost in zip(load, costs_of, strict=True):
+                row[rank] += cost[block]
+        greedy.append(seat)
+    if greedy:
+        seats[uneven] = greedy
+    rank_of = np.empty(len(by_cost), dtype=np.int64)
+    rank_of[by_cost] = seats.flatten()[: len(by_cost)]
     return torch.from_numpy(rank_of)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from marble.mask.shards import Shard, expand
 from marble.mask.storage import Storage
 
 
@@ -35,6 +37,9 @@ class TokenOrder:
             raise ValueError(f"order: pieces must cover the {tokens} stored tokens once, in rising order")
         if int(rank.min()) < 0 or int(rank.max()) >= self.world:
             raise ValueError(f"order: pieces must belong to ranks 0 to {self.world - 1}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # the rest derives from them
 
     @classmethod
     def of_blocks(cls, name: str, storage: Storage, world: int, ranks: Tensor, block: int) -> TokenOrder:
@@ -68,10 +73,17 @@ class TokenOrder:
 
     def shard(self, rank: int) -> Tensor:
         """Storage positions of a rank's tokens, int64 [its tokens]."""
-        start, stop = self.segments(rank).T.contiguous()
-        length = stop - start
-        first = torch.repeat_interleave(start - (length.cumsum(0) - length), length)
-        return first + torch.arange(len(first))
+        shard = self.shards[rank]
+        return expand(shard.start, shard.stop - shard.start)[1]
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every rank's tokens, as stretches of the storage order."""
+        start, stop, rank = self.pieces[torch.argsort(self.pieces[:, 2], stable=True)].T.contiguous()
+        counts = torch.bincount(rank, minlength=self.world).tolist()
+        start, stop = (side.to(self.storage.device, non_blocking=True) for side in (start, stop))
+        pairs = zip(start.split(counts), stop.split(counts), self.lengths, strict=True)
+        return tuple(Shard(first, last, rows) for first, last, rows in pairs)
 
     def index(self, rank: int) -> Tensor:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""
@@ -81,4 +93,4 @@ class TokenOrder:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of every rank."""
         start, stop, rank = self.pieces.T
-        return tuple(torch.zeros(self.world, dtype=torch.int64).index_add_(0, rank, stop - start).tolist())
+        return tuple(stop.new_zeros(self.world).index_add_(0, rank, stop - start).tolist())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import marble
-from marble.compose.planner import Plan
+from marble.compose.plan import Plan
 from marble.compose.shape import AttentionShape
 from marble.kernels.contract import accumulation_dtype
 from marble.kernels.reference import attend, differentiate, finish

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import marble
 from marble import AttentionShape, Layout, Span
-from marble.compose.planner import Plan
+from marble.compose.plan import Plan
 
 LIMIT = 60
 WORLDS = (2, 4)

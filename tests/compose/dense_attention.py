@@ -15,7 +15,7 @@ from torch import Tensor
 
 import marble
 from marble import AttentionShape, Layout
-from marble.compose.planner import Plan
+from marble.compose.plan import Plan
 
 HEADS = {"MHA": (2, 2), "GQA": (4, 2)}
 ORDERS = ("ptrr", "balanced_samples", "contiguous")

@@ -1,6 +1,5 @@
 """Visible ranges: exact where they say so, never too small, and found wherever the planner's orders have them."""
 
-import itertools
 from random import Random
 
 import pytest
@@ -67,20 +66,28 @@ def test_ranges_are_sound_in_any_storage_order(rng):
 
 @settings(max_examples=150)
 @given(rng=rngs)
-def test_ranges_inside_a_span_are_known_by_their_ends(rng):
-    """What `VisibleRanges.borders` promises: ends never fall, rise by one at most, and exact ends mean exact keys."""
+def test_ranges_of_a_span_follow_from_its_ends(rng):
+    """What `VisibleRanges.key_spans` and `query_spans` promise: clamped ramps are the ranges of every token."""
     layout, window = random_layout(rng), random_window(rng)
-    storage = random_storage(rng, layout)
+    storage = random_storage(rng, layout) if rng.random() < 0.5 else planned_storage(layout, window)
     note(f"{layout.to_json()}, window {window}, stored {storage.span_order.tolist()}, apart {storage.apart.tolist()}")
-    keys, _ = everywhere(storage, window)
-    borders = [*VisibleRanges(storage, window).borders.tolist(), layout.tokens]
-    for first, last in itertools.pairwise(borders):
-        for side in (keys.lo, keys.hi):
-            steps = side[first:last].diff()
-            if keys.exact[first:last].any():
-                assert ((steps == 0) | (steps == 1)).all()
-        exact = keys.exact[first:last].nonzero().flatten()
-        assert len(exact) == 0 or len(exact) == int(exact[-1] - exact[0]) + 1
+    ranges = VisibleRanges(storage, window)
+    keys, queries = everywhere(storage, window)
+    both = torch.stack([keys.lo, keys.hi], -1)
+    for spans, bounds, exact in (
+        (ranges.key_spans, both, keys.exact),
+        (ranges.query_spans, queries.bounds, queries.exact),
+    ):
+        assert exact[spans.exact[storage.span]].all(), "a span counts as exact and is not"
+        for ramp, bound in zip(spans.bounds, bounds.unbind(-1), strict=True):
+            assert (ramp.first <= ramp.last)[spans.exact].all()
+            found = (storage.within + ramp.offset[storage.span]).clamp(
+                ramp.first[storage.span], ramp.last[storage.span]
+            )
+            assert torch.equal(found[spans.exact[storage.span]], bound[spans.exact[storage.span]])
+    for span in (~ranges.key_spans.exact).nonzero().flatten().tolist():
+        first = int(storage.offset[span])
+        assert not keys.exact[[first, first + int(layout.table.length[span]) - 1]].all()
 
 
 @settings(max_examples=250)

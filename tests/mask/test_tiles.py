@@ -118,6 +118,35 @@ def test_ranges_and_summaries_give_the_same_tiles(rng):
     assert_identical(check_tiles(fast, rows, cols, block), slow.tiles(rows, cols, block))
 
 
+@settings(max_examples=100)
+@given(rng=rngs)
+def test_tiles_of_all_shards_are_those_of_each(rng):
+    """One pass over the keys of all ranks: the same tiles as shard by shard, from ranges and in general."""
+    layout, window, block, world = random_layout(rng), random_window(rng), random_block(rng), rng.randint(1, 5)
+    storage = random_storage(rng, layout) if rng.random() < 0.3 else planned_storage(layout, window)
+    fast, slow = (stored_mask(storage, window, ranges=ranges) for ranges in (True, False))
+    order = random_order(rng, fast, world, block)
+    note(f"{layout.to_json()}, window {window}, block {block}, {order.name}, pieces {order.pieces.tolist()}")
+    rows = order.shards[rng.randrange(world)]
+    joint, general = (mask.tiles_of(rows, order.shards, block) for mask in (fast, slow))
+    for one, other, shard in zip(joint, general, order.shards, strict=True):
+        assert_identical(one, other)
+        alone = fast.tiles_of(rows, [shard], block)[0]
+        for name in ("by_query", "by_key"):
+            mine, theirs = getattr(one, name), getattr(alone, name)
+            for field in ("run_ptr", "runs", "part_ptr"):
+                assert torch.equal(getattr(mine, field), getattr(theirs, field))
+            assert torch.equal(mine.parts[:, 0], theirs.parts[:, 0])
+            slots = zip(mine.parts[:, 1].tolist(), theirs.parts[:, 1].tolist(), strict=True)
+            assert all(torch.equal(tile_mask(mine, a, block), tile_mask(theirs, b, block)) for a, b in slots)
+    for name in ("by_query", "by_key"):
+        assert len({id(getattr(tiles, name).ranges) for tiles in joint}) == 1, "the shards share one table"
+        table = getattr(joint[0], name).ranges
+        used = torch.cat([getattr(tiles, name).parts[:, 1] for tiles in joint]).long()
+        assert torch.equal(used[used >= 0].unique(), torch.arange(len(table))), "a slot is unused"
+        assert len(table.unique(dim=0)) == len(table)
+
+
 @settings(max_examples=120)
 @given(rng=rngs)
 def test_tiles_of_users_masks(rng):

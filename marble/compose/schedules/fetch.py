@@ -8,7 +8,7 @@ all-gather that FlashMask's context parallelism uses, kept as a baseline.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -36,16 +36,16 @@ def sparse_a2a(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads
         heads: query heads.
         kv_heads: key/value heads.
     """
-    shards = tuple(order.shard(other) for other in range(order.world))
-    seen = tuple(mask.seen(shards, shard, block) for shard in shards)
-    return _schedule(Exchange(shards, seen, block), mask, rank, heads, kv_heads, at_once=False)
+    return _schedule(Exchange.seen_by(order, mask, block), order, mask, rank, heads, kv_heads)
 
 
 def all_gather(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int, kv_heads: int) -> Schedule:
     """One rank's all-gather: every rank fetches every key and makes one call. Arguments as for `sparse_a2a`."""
-    shards = tuple(order.shard(other) for other in range(order.world))
-    seen = tuple(torch.ones(len(shards), -(-len(shard) // block), dtype=torch.bool) for shard in shards)
-    return _schedule(Exchange(shards, seen, block), mask, rank, heads, kv_heads, at_once=True)
+    seen = tuple(
+        torch.ones(order.world, -(-rows // block), dtype=torch.bool, device=order.storage.device)
+        for rows in order.lengths
+    )
+    return _schedule(Exchange(order.lengths, seen, block), order, mask, rank, heads, kv_heads, at_once=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Exchange:
     """Who fetches what, and where it lies. All ranks derive the same from the same order.
 
     Attributes:
-        shards: storage positions of each rank's tokens.
+        tokens: number of tokens of each rank.
         seen: per rank, which of its key blocks every other rank fetches, bool [ranks, key blocks].
         block: rows of a block.
 
@@ -61,53 +61,77 @@ class Exchange:
     is the same, followed by an inbox for the gradients that come home from each rank.
     """
 
-    shards: tuple[Tensor, ...]
+    tokens: tuple[int, ...]
     seen: tuple[Tensor, ...]
     block: int
+
+    @classmethod
+    @lru_cache(maxsize=2)
+    def seen_by(cls, order: TokenOrder, mask: StoredMask, block: int) -> Exchange:
+        """The blocks that each rank's queries see. The last are kept, for the schedules of the other ranks."""
+        seen = mask.seen_of(order.shards, order.shards, block)
+        return cls(order.lengths, seen.split([-(-rows // block) for rows in order.lengths], 1), block)
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return len(self.shards)
+        return len(self.tokens)
 
     @cached_property
-    def runs(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """For each pair (owner, reader) the row ranges of the owner's shard that the reader fetches."""
-        return {
-            (owner, reader): stretches(seen[reader], self.block, len(self.shards[owner]))
-            for owner, seen in enumerate(self.seen)
-            for reader in range(self.world)
-            if reader != owner
-        }
+    def _runs(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        return {}
+
+    def runs(self, owner: int, reader: int) -> list[tuple[int, int]]:
+        """The row ranges of the owner's shard that the reader fetches."""
+        if (owner, reader) not in self._runs:
+            self._runs[owner, reader] = stretches(self.seen[owner][reader], self.block, self.tokens[owner])
+        return self._runs[owner, reader]
+
+    @cached_property
+    def _rows(self) -> list[list[int]]:
+        counts = []
+        for rows, seen in zip(self.tokens, self.seen, strict=True):
+            count = seen.sum(1) * self.block
+            if rows % self.block:
+                count -= seen[:, -1] * (self.block - rows % self.block)
+            counts.append(count.tolist())
+        return counts
 
     def rows(self, owner: int, reader: int) -> int:
         """How many of the owner's rows the reader fetches."""
-        return sum(stop - start for start, stop in self.runs[owner, reader])
+        return self._rows[owner][reader]
 
     def home(self, rank: int) -> Rows:
         """A rank's own keys."""
-        return Rows("kv", 0, len(self.shards[rank]))
+        return Rows("kv", 0, self.tokens[rank])
 
     def areas(self, rank: int, *, inbox: bool = False) -> dict[int, int]:
         """First row of what a rank fetches from each other rank, or of the gradients that it gets back from each.
 
         The key −1 holds the number of rows of all.
         """
-        at = self.areas(rank)[-1] if inbox else whole_blocks(len(self.shards[rank]), self.block)
+        if (rank, inbox) in self._areas:
+            return self._areas[rank, inbox]
+        at = self.areas(rank)[-1] if inbox else whole_blocks(self.tokens[rank], self.block)
         found = {}
         for other in range(self.world):
             if other != rank:
                 found[other] = at
                 at += whole_blocks(self.rows(rank, other) if inbox else self.rows(other, rank), self.block)
         found[-1] = at
+        self._areas[rank, inbox] = found
         return found
+
+    @cached_property
+    def _areas(self) -> dict[tuple[int, bool], dict[int, int]]:
+        return {}
 
     def fetches(self, rank: int) -> tuple[Transfer, ...]:
         """Transfers of keys and values that a rank takes part in."""
         moves = []
         for owner, reader in self._pairs(rank):
             at = self.areas(reader)[owner]
-            for start, stop in self.runs[owner, reader]:
+            for start, stop in self.runs(owner, reader):
                 moves.append(Transfer(owner, Rows("kv", start, stop), reader, Rows("kv", at, at + stop - start)))
                 at += stop - start
         return tuple(moves)
@@ -126,26 +150,34 @@ class Exchange:
         """Gradients that came home, added to the rank's own."""
         found = []
         for reader, at in self.areas(rank, inbox=True).items():
-            for start, stop in self.runs.get((rank, reader), ()):
+            for start, stop in self.runs(rank, reader) if reader >= 0 else ():
                 found.append(Add(Rows("dkv", at, at + stop - start), Rows("dkv", start, stop)))
                 at += stop - start
         return tuple(found)
 
     def _pairs(self, rank: int) -> list[tuple[int, int]]:
-        return [pair for pair in self.runs if rank in pair]
+        others = [other for other in range(self.world) if other != rank]
+        return sorted([(rank, other) for other in others] + [(other, rank) for other in others])
 
 
-def _schedule(exchange: Exchange, mask: StoredMask, rank: int, heads: int, kv_heads: int, *, at_once: bool) -> Schedule:
+def _schedule(
+    exchange: Exchange,
+    order: TokenOrder,
+    mask: StoredMask,
+    rank: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    at_once: bool = False,
+) -> Schedule:
     """``at_once``: one call over local and fetched keys instead of one each."""
-    shards, block = exchange.shards, exchange.block
-    areas, home = exchange.areas(rank), exchange.home(rank)
-    own = mask.tiles(shards[rank], shards[rank], block)
+    block, areas, home = exchange.block, exchange.areas(rank), exchange.home(rank)
+    owners = [other for other in range(exchange.world) if other != rank and exchange.rows(other, rank)]
+    own, *fetched = mask.tiles_of(order.shards[rank], [order.shards[owner] for owner in (rank, *owners)], block)
     base = 0 if at_once else whole_blocks(len(home), block)
-    parts = [Part(own, torch.ones(len(own.key_row), dtype=torch.bool), 0)] if at_once else []
-    for owner in range(exchange.world):
-        if owner != rank and exchange.rows(owner, rank):
-            tiles = mask.tiles(shards[rank], shards[owner], block)
-            parts.append(Part(tiles, exchange.seen[owner][rank], areas[owner] - base))
+    parts = [Part(own, torch.ones_like(own.key_row, dtype=torch.bool), 0)] if at_once else []
+    for owner, tiles in zip(owners, fetched, strict=True):
+        parts.append(Part(tiles, exchange.seen[owner][rank], areas[owner] - base))
     calls: list[tuple[Tiles, Rows]] = [] if at_once else [(own, home)]
     if parts:
         calls.append((join_keys(parts), Rows("kv", base, areas[-1])))
@@ -160,7 +192,7 @@ def _schedule(exchange: Exchange, mask: StoredMask, rank: int, heads: int, kv_he
     def run(made: list[Call], *, at_home: bool) -> tuple[Call, ...]:
         return tuple(call for call in made if (call.kv == home) == at_home)
 
-    mine = len(shards[rank])
+    mine = len(home)
     steps = (
         Step(exchange.fetches(rank), untouched, run(forward, at_home=True)),
         Step(calls=run(forward, at_home=False)),
@@ -170,12 +202,11 @@ def _schedule(exchange: Exchange, mask: StoredMask, rank: int, heads: int, kv_he
         Step(calls=run(backward, at_home=False)),
         Step(exchange.returns(rank), calls=run(backward, at_home=True), adds=exchange.adds(rank)),
     )
-    tokens = tuple(len(shard) for shard in shards)
     q, lse = Buffer("q", Kind.TOKENS, mine, heads), Buffer("lse", Kind.STATISTICS, mine, heads)
     kv = Buffer("kv", Kind.PAIRS, areas[-1], kv_heads)
     return Schedule(
         rank,
-        tokens,
+        exchange.tokens,
         Pass((q, kv, Buffer("out", Kind.TOKENS, mine, heads), lse), steps),
         Pass(
             (

@@ -33,8 +33,7 @@ def ring(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int,
         heads: query heads.
         kv_heads: key/value heads.
     """
-    shards = [order.shard(other) for other in range(order.world)]
-    tiles = [mask.tiles(shards[rank], shards[source], block) for source in sources(rank, order.world)]
+    tiles = mask.tiles_of(order.shards[rank], [order.shards[other] for other in sources(rank, order.world)], block)
     flagged, carries, untouched = flag_touches(tiles)
     works = [[(work, carry)] if work.visited else [] for work, carry in zip(flagged, carries, strict=True)]
     return rotate(Ring(rank, order.lengths, block, heads, kv_heads), works, untouched)

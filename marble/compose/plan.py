@@ -1,0 +1,216 @@
+"""A plan: which rank holds which tokens, and per layer what it does with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from marble.compose.packing import Packed
+from marble.compose.schedule import Schedule
+from marble.compose.shape import AttentionShape
+from marble.layout import as_int
+from marble.mask.tiles import StoredMask
+from marble.order.token_order import TokenOrder
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What `attention` needs to know about one packed batch. Made by `plan`; picklable.
+
+    Attributes:
+        order: which rank holds which tokens.
+        layers: the layers that it was made for.
+        names: the name of each layer's schedule.
+        schedules: per layer the schedules of the ranks that this process runs, by rank. Layers that are alike share
+            one.
+        rank: this process's rank, or None if it runs all ranks (virtual ranks).
+        block: rows of a tile's block.
+        ulysses: how many neighbouring ranks share the heads of their tokens; 1 if none do.
+        masks: per layer, the mask over the stored tokens; None once the plan has been pickled.
+    """
+
+    order: TokenOrder
+    layers: tuple[AttentionShape, ...]
+    names: tuple[str, ...]
+    schedules: tuple[Mapping[int, Schedule], ...]
+    rank: int | None
+    block: int
+    ulysses: int = 1
+    masks: tuple[StoredMask, ...] | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.order.world
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.order.storage.layout.tokens
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens that this process holds: its rank's, or all of them with virtual ranks."""
+        return self.tokens if self.rank is None else self.order.lengths[self.rank]
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Ranks without work: none of the ranks that they share heads with has a token."""
+        groups = [sum(self.order.lengths[rank : rank + self.ulysses]) for rank in range(0, self.world, self.ulysses)]
+        return tuple(rank for rank in range(self.world) if not groups[rank // self.ulysses])
+
+    def __str__(self) -> str:
+        """One line: tokens, ranks, order and schedules, and who stays idle."""
+        ranks = f"{self.world} ranks" if self.ulysses == 1 else f"{self.world // self.ulysses} × {self.ulysses} ranks"
+        kinds = Counter(self.names)
+        layers = ", ".join(name if len(kinds) == 1 else f"{name} × {count}" for name, count in kinds.items())
+        idle = f"; ranks {list(self.idle)} have no work" if self.idle else ""
+        return f"plan of {self.tokens} tokens on {ranks}, order {self.order.name}, schedule {layers}{idle}"
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Sequence positions of this process's tokens, int64 [local_tokens]; with virtual ranks, rank after rank."""
+        return self._every_index if self.rank is None else self.order.index(self.rank)
+
+    @cached_property
+    def _every_index(self) -> Tensor:
+        return torch.cat([self.order.index(rank) for rank in range(self.world)])
+
+    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This process's tokens of a full-sequence tensor: activations, positions, labels alike.
+
+        Args:
+            x: [..., tokens, ...] in sequence order, on any device.
+            dim: the token dimension.
+
+        Raises:
+            ValueError: if ``x`` has another number of tokens.
+        """
+        self._expect(x, dim, self.tokens, "shard")
+        return x.index_select(dim, self.index.to(x.device))
+
+    def unshard(self, x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
+        """The inverse of `shard`: the full sequence in sequence order, on every rank.
+
+        Args:
+            x: [..., local_tokens, ...].
+            dim: the token dimension.
+            group: the process group of the plan's ranks; by default the default group. Unused with virtual ranks.
+
+        Raises:
+            ValueError: if ``x`` has another number of tokens, or would need gradients through other processes.
+        """
+        self._expect(x, dim, self.local_tokens, "unshard")
+        if self.rank is None:
+            gathered = x
+        else:
+            if x.requires_grad and torch.is_grad_enabled():
+                raise ValueError("unshard: gradients do not pass between processes; call it on x.detach()")
+            gathered = self._gather(x.movedim(dim, 0), self.process_group(group)).movedim(0, dim)
+        return gathered.index_select(dim, torch.argsort(self._every_index).to(x.device))
+
+    def process_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """The group to run this plan in.
+
+        Raises:
+            ValueError: if there is none, or it is not the one that the plan was made for.
+        """
+        if group is None:
+            if not dist.is_initialized():
+                raise ValueError(
+                    f"group: the plan is for rank {self.rank} of {self.world}, but torch.distributed is not "
+                    "initialised; initialise it, or plan without rank to run virtual ranks"
+                )
+            group = dist.group.WORLD
+        assert group is not None
+        if (group.size(), group.rank()) != (self.world, self.rank):
+            raise ValueError(
+                f"group: the plan is for rank {self.rank} of {self.world}, the group has this process as rank "
+                f"{group.rank()} of {group.size()}; plan for this group"
+            )
+        return group
+
+    @cached_property
+    def digest(self) -> Tensor:
+        """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
+        described = repr((self.order.name, self.world, self.ulysses, self.block, self.layers, self.names)).encode()
+        storage = self.order.storage
+        parts = (self.order.pieces, storage.span_order.cpu(), *vars(storage.layout.table).values())
+        sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
+        return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
+
+    def agree(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+        """Make sure, once per plan and group, that all ranks of the group planned the same; returns the group.
+
+        Raises:
+            ValueError: on every rank, if the plans differ.
+        """
+        agreed = self.__dict__.setdefault("_agreed", set())
+        if group not in agreed:
+            mine = self.digest.to(device)
+            digests = [torch.empty_like(mine) for _ in range(self.world)]
+            dist.all_gather(digests, mine, group=group)
+            different = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
+            if different:
+                raise ValueError(
+                    f"plan: rank {self.rank} and ranks {different} planned different layouts, layers or orders; every "
+                    "rank of a group must plan the same batch"
+                )
+            agreed.add(group)
+        return group
+
+    def _gather(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        most = max(self.order.lengths)
+        padded = torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
+        parts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:length] for part, length in zip(parts, self.order.lengths, strict=True)])
+
+    def _expect(self, x: Tensor, dim: int, tokens: int, name: str) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+        dim = as_int(dim, f"{name}: dim")
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"{name}: dim {dim} is not a dimension of a tensor of shape {tuple(x.shape)}")
+        if x.shape[dim] != tokens:
+            raise ValueError(
+                f"{name}: the plan expects {tokens} tokens in dimension {dim}, got {x.shape[dim]}; plan for this layout"
+            )
+
+    @cached_property
+    def _packed(self) -> Packed:
+        return Packed.of(self.schedules)
+
+    def pin_memory(self) -> Plan:
+        """The plan with what a GPU needs of it in pinned memory, so that it travels while the GPU works.
+
+        ``DataLoader(..., pin_memory=True)`` calls this for plans that its workers made.
+        """
+        pinned = replace(self)
+        pinned.__dict__["_packed"] = self._packed.map(Tensor.pin_memory)
+        return pinned
+
+    def schedules_on(self, device: torch.device) -> tuple[Mapping[int, Schedule], ...]:
+        """The schedules with their tile lists on a device: copied once, in one piece, and not waited for."""
+        if device == self.order.storage.device:
+            return self.schedules
+        moved = self.__dict__.setdefault("_moved", {})
+        if device not in moved:
+            moved[device] = self._packed.map(lambda buffer: buffer.to(device, non_blocking=True)).unpack()
+        return moved[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Masks may be lambdas, and everything cached derives from the fields.
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__} | {"masks": None}
+        return {"packed": Packed.of(fields)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["packed"].unpack())

@@ -1,0 +1,190 @@
+"""Which block pairs of a query shard and of key shards are full, partial or empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from marble.mask.algebra import MaskFn
+from marble.mask.domains import BlockSummaries, dense, summarise
+from marble.mask.predicates import CHUNK, Side
+from marble.mask.shards import expand, true_at
+from marble.mask.tracks import Tracks
+
+_PAIRS = 1 << 24  # block pairs that are summarised in one go
+
+
+@dataclass(frozen=True, eq=False)
+class Sights:
+    """What the keys of blocks are seen by, in storage positions. Blocks that are not exact have nothing here.
+
+    Attributes:
+        block: int64 [intervals], rising: key block ``block`` is seen by queries in ``lo`` to ``hi``.
+        lo: int64 [intervals], rising in each block.
+        hi: int64 [intervals], below the next ``lo`` of the block.
+        from_: int64 [key blocks], first query that sees every key.
+        to: int64 [key blocks], one past the last; not above ``from_`` if there is none.
+    """
+
+    block: Tensor
+    lo: Tensor
+    hi: Tensor
+    from_: Tensor
+    to: Tensor
+
+    @classmethod
+    def of(cls, keys: Side) -> Sights:
+        """What the blocks of a key side are seen by."""
+        lo, hi = keys.ramps
+        of, count = keys.blocks.of, len(keys.blocks)
+        nothing = torch.zeros(count, dtype=torch.int64, device=of.device)
+        from_ = nothing.scatter_reduce(0, of, lo.last, "amax")
+        to = nothing.scatter_reduce(0, of, hi.first, "amin", include_self=False)
+        some = true_at((lo.first < hi.last) & keys.exact[of])
+        block, low, high = merge(*(part.index_select(0, some) for part in (of, lo.first, hi.last)))
+        return cls(block, low, high, from_, torch.where(keys.exact, to, from_))
+
+
+@dataclass(frozen=True, eq=False)
+class Pairing:
+    """Queries against keys.
+
+    Attributes:
+        mask: the mask.
+        tracks: gives the tracks of all stored tokens; they are seldom needed.
+        queries: the query side, one shard.
+        keys: the key side.
+    """
+
+    mask: MaskFn
+    tracks: Callable[[], Tracks]
+    queries: Side
+    keys: Side
+
+    @property
+    def block(self) -> int:
+        """Rows of a whole block."""
+        return self.queries.blocks.block
+
+    def touched(self, sights: Sights) -> tuple[Tensor, Tensor, Tensor]:
+        """Intervals (key block, first query block, one past the last) with a legal pair, sorted and disjoint."""
+        shard = self.queries.blocks.shards[0]
+        low, high = shard.before(sights.lo), shard.before(sights.hi)
+        some = true_at(low < high)
+        block, low, high = (part.index_select(0, some) for part in (sights.block, low, high))
+        return merge(block, low // self.block, (high - 1) // self.block + 1)
+
+    def classify(self) -> tuple[Tensor, Tensor]:
+        """Runs of full tiles (key block, first query block, blocks) and partial tiles (key block, query block)."""
+        found = []
+        if self.keys.ranges is not None:
+            found.append(self.by_ranges())
+        left = true_at(~self.keys.exact)
+        if len(left) or not found:
+            found.append(self.by_summaries(left))
+        if len(found) == 1:
+            return found[0]
+        runs, parts = (torch.cat(results) for results in zip(*found, strict=True))
+        return in_order(runs), in_order(parts)
+
+    def by_ranges(self) -> tuple[Tensor, Tensor]:
+        """Key blocks whose keys all have a range of visible queries."""
+        keys, shard = self.keys.blocks, self.queries.blocks.shards[0]
+        sights = Sights.of(self.keys)
+        # Full: the query blocks inside every key's range. Ragged blocks are never full.
+        first = -(-shard.before(sights.from_) // self.block)
+        last = torch.where(keys.length == self.block, shard.before(sights.to) // self.block, 0)
+        last = torch.maximum(first, last)
+        full = true_at(last > first)
+        runs = torch.stack([full, first[full], (last - first)[full]], 1)
+        # Partial: what else the ranges touch.
+        block, low, high = self.touched(sights)
+        first, last = first.index_select(0, block), last.index_select(0, block)
+        low = torch.stack([low, torch.maximum(low, last)], 1).flatten()
+        high = torch.stack([torch.minimum(high, first), high], 1).flatten()
+        owner, query = expand(low, (high - low).clamp(min=0))
+        return runs, torch.stack([block[owner // 2], query], 1)
+
+    def by_summaries(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Any mask: block summaries first, then pair by pair what they leave open."""
+        count = len(self.queries.blocks)
+        runs, parts = [blocks.new_zeros(0, 3)], [blocks.new_zeros(0, 2)]
+        if count and len(blocks):
+            q = BlockSummaries.of_blocks(self.tracks().take(self.queries.blocks.positions(self._everything)[0]))
+            for some in blocks.split(max(_PAIRS // count, 1)):
+                k = BlockSummaries.of_blocks(self.tracks().take(self.keys.blocks.positions(some)[0]))
+                found = self._summarised(some, *summarise(self.mask, q, k))
+                runs.append(found[0])
+                parts.append(found[1])
+        return torch.cat(runs), torch.cat(parts)
+
+    @cached_property
+    def _everything(self) -> Tensor:
+        return torch.arange(len(self.queries.blocks), device=self.queries.blocks.of.device)
+
+    def _summarised(self, blocks: Tensor, full: Tensor, maybe: Tensor) -> tuple[Tensor, Tensor]:
+        full = full.T & (self.queries.blocks.length == self.block)
+        full &= (self.keys.blocks.length[blocks] == self.block).unsqueeze(1)
+        open_row, query = (maybe.T & ~full).nonzero().unbind(1)
+        some, every = self._look(blocks[open_row], query)
+        full[open_row[every], query[every]] = True
+        edges = torch.nn.functional.pad(full.byte(), (1, 1)).diff(dim=1).to(torch.int8)
+        starts, stops = (edges == 1).nonzero(), (edges == -1).nonzero()
+        runs = torch.stack([blocks[starts[:, 0]], starts[:, 1], stops[:, 1] - starts[:, 1]], 1)
+        partial = some & ~every
+        return runs, torch.stack([blocks[open_row[partial]], query[partial]], 1)
+
+    def _look(self, key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tiles hold some legal pair, and which are whole and hold legal pairs only."""
+        some, every = (torch.zeros(len(key), dtype=torch.bool, device=key.device) for _ in range(2))
+        for at in range(0, len(key), CHUNK):
+            legal = self.legal(query[at : at + CHUNK], key[at : at + CHUNK])
+            some[at : at + CHUNK] = legal.flatten(1).any(1)
+            every[at : at + CHUNK] = legal.flatten(1).all(1)
+        return some, every
+
+    def legal_by_key(self, key: Tensor, query: Tensor) -> Tensor:
+        """The mask over some tiles: bool [tiles, block (keys), block (queries)]."""
+        return self.legal(query, key).transpose(1, 2)
+
+    def legal(self, query: Tensor, key: Tensor) -> Tensor:
+        """The mask over some tiles: bool [tiles, block (queries), block (keys)]."""
+        k, k_real = self.keys.blocks.positions(key)
+        q, q_real = self.queries.blocks.positions(query)
+        legal = dense(self.mask, self.tracks().take(q), self.tracks().take(k))
+        return legal & q_real.unsqueeze(2) & k_real.unsqueeze(1)
+
+
+def in_order(rows: Tensor) -> Tensor:
+    """Rows sorted by their first two columns."""
+    if not len(rows):
+        return rows
+    return rows[torch.argsort(rows[:, 0] * (int(rows[:, 1].max()) + 1) + rows[:, 1])]
+
+
+def merge(group: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The union of the intervals of each group, as sorted and disjoint intervals that do not touch.
+
+    Args:
+        group: int64 [intervals], rising.
+        start: int64 [intervals], below 2⁴⁰ like ``stop``.
+        stop: int64 [intervals], above ``start``.
+    """
+    shift = group << 40
+    key = start + shift
+    if not bool((key[1:] >= key[:-1]).all()):
+        key, order = torch.sort(key)
+        start, stop = start[order], stop[order]
+    reach = (stop + shift).cummax(0).values
+    fresh = torch.ones_like(group, dtype=torch.bool)
+    torch.gt(key[1:], reach[:-1], out=fresh[1:])
+    if not bool(fresh.all()):
+        first = true_at(fresh)
+        last = torch.cat([first[1:], first.new_full((1,), len(fresh))]) - 1
+        group, start = group.index_select(0, first), start.index_select(0, first)
+        stop = reach.index_select(0, last) - (group << 40)
+    return group, start, stop

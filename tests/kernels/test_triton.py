@@ -1,0 +1,149 @@
+"""Small Triton kernels against their oracles: natively on a GPU, by Triton's interpreter elsewhere."""
+
+import os
+from random import Random
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+triton = pytest.importorskip("triton")
+
+from marble.kernels import oracles  # noqa: E402
+from marble.kernels.triton import bitmaps, classify, merge, pack, summaries  # noqa: E402
+from marble.mask.domains import BlockSummaries, dense, summarise  # noqa: E402
+from marble.mask.predicates import pack_bits  # noqa: E402
+from marble.mask.tracks import Tracks  # noqa: E402
+from marble.testing.layouts import planned_storage, random_layout, stored_mask  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize(("heads", "rows", "width"), [(1, 1, 1), (2, 33, 64), (3, 70, 96), (2, 0, 8)])
+def test_merged_partials(heads: int, rows: int, width: int) -> None:
+    """Against the oracle in float64; rows that one side, the other, or neither saw keys for."""
+    generator = torch.Generator().manual_seed(rows)
+    out, more = (torch.randn(heads, rows, width, generator=generator) for _ in range(2))
+    lse, more_lse = (torch.randn(heads, rows, generator=generator) * 30 for _ in range(2))
+    lse[:, ::3], more_lse[:, ::2] = -torch.inf, -torch.inf
+    out[:, ::3], more[:, ::2] = 0, 0
+    expected = oracles.merge_partials(*(x.double() for x in (out, lse, more, more_lse)))
+    found = out.clone().to(DEVICE), lse.clone().to(DEVICE)
+    merge.merge_partials(*found, more.to(DEVICE), more_lse.to(DEVICE))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.cpu().double(), theirs, rtol=2e-6, atol=2e-6)
+    assert (found[0][:, ::6] == 0).all()
+    assert (found[1][:, ::6] == -torch.inf).all()
+
+
+def test_the_oracle_of_merging_is_one_softmax_over_both() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, values = (torch.randn(*shape, generator=generator).double() for shape in ((2, 5, 9), (2, 9, 4)))
+    parts = []
+    for keys in (slice(0, 4), slice(4, 9)):
+        parts += [scores[..., keys].softmax(-1) @ values[:, keys], scores[..., keys].logsumexp(-1)]
+    out, lse = oracles.merge_partials(*parts)
+    torch.testing.assert_close(out, scores.softmax(-1) @ values)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_added_sums(dtype: torch.dtype) -> None:
+    target, more = torch.randn(3, 500), torch.randn(3, 500).to(dtype)
+    found = target.clone().to(DEVICE)
+    merge.add_sums(found, more.to(DEVICE))
+    assert torch.equal(found.cpu(), target + more.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [1, 5, 32])
+def test_packed_blocks(block: int, dtype: torch.dtype) -> None:
+    """Blocks of any length up to ``block`` anywhere, gathered, and added back where they came from."""
+    rng = Random(block)
+    order = rng.sample(range(6), 4)
+    first = torch.tensor([block * at for at in order], dtype=torch.int32)
+    length = torch.tensor([rng.randint(1, block) for _ in order], dtype=torch.int32)
+    source = torch.randn(6 * block, 2, 150).to(dtype)
+    packed = pack.gather_blocks(source.to(DEVICE), first.to(DEVICE), length.to(DEVICE), block)
+    assert torch.equal(packed.cpu(), oracles.gather_blocks(source, first, length, block))
+    target = torch.randn(6 * block, 2, 150)
+    more = torch.randn(len(packed), 2, 150).to(dtype)
+    found = target.clone().to(DEVICE)
+    pack.add_blocks(found, first.to(DEVICE), length.to(DEVICE), more.to(DEVICE))
+    assert torch.equal(found.cpu(), oracles.add_blocks(target, first, length, more))
+    assert not torch.equal(found.cpu(), target)
+
+
+@pytest.mark.parametrize("block", [1, 3, 16, 33])
+def test_summaries_of_blocks(block: int) -> None:
+    for seed in range(2):
+        tracks = Tracks.of(random_layout(Random(seed), samples=4))
+        expected = BlockSummaries.of(tracks, block).columns
+        found = summaries.summaries(torch.stack(list(tracks.columns.values())).to(DEVICE), block)
+        for number, name in enumerate(tracks.columns):
+            for mine, theirs in zip(found, vars(expected[name]).values(), strict=True):
+                assert torch.equal(mine[number].cpu().long(), theirs)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("block", [2, 5, 16])
+def test_classified_block_pairs(block: int, window: int | None) -> None:
+    found = set()
+    for seed in range(4):
+        layout = random_layout(Random(seed), samples=4, length=12)
+        mask = stored_mask(planned_storage(layout, window), window)
+        expected = BlockSummaries.of(mask.tracks, block)
+        full, maybe = summarise(mask.mask, expected, expected)
+        columns = torch.stack(list(mask.tracks.columns.values())[:4]).to(DEVICE)
+        parts = summaries.summaries(columns, block)
+        state = classify.classify(parts, parts, window).cpu()
+        assert torch.equal(state == classify.FULL, full)
+        assert torch.equal(state != classify.EMPTY, maybe)
+        found |= set(state.unique().tolist())
+    assert found >= {classify.EMPTY, classify.OPEN}
+    assert classify.FULL in found or block == 16
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("block", [1, 5, 33, 64])
+def test_bit_tiles_of_the_packed_mask(block: int, window: int | None) -> None:
+    """Any tokens as queries and keys, some of them missing, against the mask pair by pair."""
+    some = False
+    for seed in range(3):
+        layout = random_layout(Random(seed), samples=4, length=20)
+        mask = stored_mask(planned_storage(layout, window), window)
+        generator = torch.Generator().manual_seed(seed)
+        q_at, k_at = (torch.randint(-1, layout.tokens, (3, block), generator=generator) for _ in range(2))
+        legal = dense(mask.mask, mask.tracks.take(q_at.clamp(min=0)), mask.tracks.take(k_at.clamp(min=0)))
+        legal &= (q_at >= 0).unsqueeze(2) & (k_at >= 0).unsqueeze(1)
+        columns = torch.stack(list(mask.tracks.columns.values())[:4]).to(DEVICE)
+        by_query, by_key = bitmaps.packed_bits(columns, q_at.to(DEVICE), k_at.to(DEVICE), window)
+        assert torch.equal(by_query.cpu(), pack_bits(legal))
+        assert torch.equal(by_key.cpu(), pack_bits(legal.transpose(1, 2)))
+        some |= bool(legal.any())
+    assert some or block == 1
+
+
+def test_wrong_inputs_are_refused() -> None:
+    half, whole = torch.zeros(1, 2, 4, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
+    lse, first = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="float32"):
+        merge.merge_partials(half, lse, half, lse)
+    with pytest.raises(ValueError, match="shapes differ"):
+        merge.merge_partials(whole, lse, whole, torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="cannot add"):
+        merge.add_sums(whole, torch.zeros(1, 2, 5))
+    with pytest.raises(ValueError, match="float32"):
+        pack.add_blocks(half, first, first, half)
+    with pytest.raises(ValueError, match="contiguous"):
+        pack.gather_blocks(torch.zeros(4, 6).T, first, first, 2)
+    with pytest.raises(ValueError, match="int32"):
+        summaries.summaries(torch.zeros(2, 5), 2)
+    with pytest.raises(ValueError, match="4 tracks"):
+        classify.classify((lse, lse, lse), (lse, lse, lse))
+    with pytest.raises(ValueError, match="int32 tracks"):
+        bitmaps.packed_bits(torch.zeros(4, 5), first.long(), first.long())
+    with pytest.raises(ValueError, match="one shape"):
+        bitmaps.packed_bits(torch.zeros(4, 5).int(), torch.zeros(1, 2).long(), torch.zeros(1, 3).long())
