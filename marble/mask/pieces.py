@@ -52,7 +52,7 @@ def dense_pieces(mask: StoredMask, segments: Tensor) -> Pieces:
     if not len(start):
         nothing = torch.zeros(0, 4, dtype=torch.int64)
         return Pieces(start, stop, nothing, nothing)
-    borders = mask.ranges.borders
+    borders = mask.storage.stored_start
     at = torch.searchsorted(start, borders, right=True) - 1
     cut = torch.unique(torch.cat([start, borders[(at >= 0) & (borders < stop[at])]]))
     end = torch.minimum(torch.cat([cut[1:], stop[-1:]]), stop[torch.searchsorted(start, cut, right=True) - 1])
