@@ -24,15 +24,12 @@ from marble.compose.cost import summarise
 from marble.compose.plan import Plan
 from marble.compose.planner import forget
 from marble.kernels.contract import Tiles
-from marble.mask.algebra import and_masks
-from marble.mask.modes import not_padding, packed_mask
+from marble.mask.modes import packed_mask
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.workloads import WORKLOADS, build
 
-MI = 1024 * 1024
-RANKS = 8
-REPEATS = 5
+MI, RANKS, REPEATS = 1024 * 1024, 8, 5
 BARS = {"S1": 0.25, "S2": 0.03, "S4 growth": 1.15, "S4 memory": 64, "S5": 0.055, "S6 partial": 0.01, "S6 runs": 2}
 BARS |= {"S7": 1.05, "S7 totals": 1.001}
 
@@ -93,7 +90,7 @@ def sparsity() -> Iterator[tuple[str, Row]]:
     plans = (timed(build("molmo_video", MI // 2, seed), "molmo_video", 1, 0)[1] for seed in range(5))
     shares = [partial_share(works(plan, 0)) for plan in plans]
     # In sequence order tiles are looked at pair by pair: every 32nd query block stands for all.
-    before = StoredMask(Storage.natural(build("molmo_video", MI // 2)), and_masks(packed_mask(None), not_padding))
+    before = StoredMask(Storage.natural(build("molmo_video", MI // 2)), packed_mask(None))
     tokens = torch.arange(MI // 2)
     natural, share = partial_share([before.tiles(tokens.view(-1, 128)[::32].flatten(), tokens, 128)]), mean(shares)
     case = "molmo_video, 512Ki tokens, five seeds"
