@@ -10,12 +10,13 @@ def complete(value: Float32, *, loc=None, ip=None) -> None:
     """Everything that ``value`` ≥ 0 depends on is issued before what follows.
 
     The assembler likes to move a wait for a matrix product up, in front of independent arithmetic, which then no longer
-    runs beside the product. A branch that is never taken but depends on the arithmetic keeps it in place.
+    runs beside the product. An arrival that is never made but depends on the arithmetic keeps it in place.
     """
     llvm.inline_asm(
         None,
         [Float32(value).ir_value(loc=loc, ip=ip)],
-        "{.reg .pred p; .reg .b64 t; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p mbarrier.arrive.shared.b64 t, [a];}",
+        "{.reg .pred p; .reg .b64 t; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $0, 0f00000000; "
+        "@p mbarrier.arrive.shared.b64 t, [a];}",
         "f",
         has_side_effects=True,
         is_align_stack=False,
