@@ -20,6 +20,7 @@ from rich.table import Table
 
 import marble
 from bench.harness import Row, write
+from marble import Plan
 from marble.compose import planner
 from marble.compose.cost import summarise
 from marble.kernels.contract import Tiles
@@ -33,9 +34,7 @@ BARS = {"S1": 0.25, "S2": 0.03, "S4 growth": 1.15, "S4 memory": 64, "S5": 0.055,
 BARS |= {"S7": 1.05, "S7 totals": 1.001}
 
 
-def timed(
-    layout: marble.Layout, name: str, ranks: int, rank: int | None, device: str = "cpu"
-) -> tuple[float, marble.Plan]:
+def timed(layout: marble.Layout, name: str, ranks: int, rank: int | None, device: str = "cpu") -> tuple[float, Plan]:
     """Seconds that one plan for all layer kinds of a workload's model takes, and the plan."""
     shapes = [marble.AttentionShape(k.heads, k.kv_heads, k.head_dim, k.window, k.scale) for k in WORKLOADS[name].layers]
     fresh = marble.Layout(layout.samples)
@@ -47,7 +46,7 @@ def timed(
     return time.perf_counter() - start, plan
 
 
-def works(plan: marble.Plan, layer: int) -> list[Tiles]:
+def works(plan: Plan, layer: int) -> list[Tiles]:
     """All forward calls of a layer."""
     steps = (step for schedule in plan.schedules[layer].values() for step in schedule.forward.steps)
     return [call.work for step in steps for call in step.calls if isinstance(call.work, Tiles)]
