@@ -9,6 +9,7 @@ from torch import Tensor
 
 from marble.kernels.contract import State, Work
 from marble.kernels.cute import backward_sm90, forward_sm90
+from marble.kernels.cute.delta import run_delta
 from marble.kernels.cute.worklist import lower
 
 HEAD_DIMS = (64, 128)
@@ -53,7 +54,7 @@ class CuteBackend:
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """See `Backend.delta`."""
-        return backward_sm90.run_delta(_readable(out), _readable(dout))
+        return run_delta(_readable(out), _readable(dout))
 
     def backward(
         self,

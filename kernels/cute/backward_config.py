@@ -1,11 +1,19 @@
-"""Tile, stage and register choices of the backward kernel, and the structs that its roles share."""
+"""Choices of the backward kernel: tiles, stages, registers, units; its shared memory; the structs its roles share."""
 
 from dataclasses import dataclass
+from enum import Enum, IntEnum
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
-from cutlass import Boolean, Int32, cute
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline
+from quack import sm90_utils
 from quack.cute_dsl_utils import mlir_namedtuple
+
+GROUP = 128
+"""Threads of a warpgroup."""
 
 SHARED_MEMORY = 227 * 1024
 """Bytes of shared memory that one thread block of an SM90 GPU can have."""
@@ -14,9 +22,17 @@ REGISTERS = 504
 """What a launch of three warpgroups is given, in registers per thread added over the warpgroups."""
 
 
+class Order(Enum):
+    """The order of matrix products, where ⁺ marks the next tile: dV, dQ, then"""
+
+    EARLY = "S⁺, dK, and dP⁺ when dQ is stored; dK may run until the next softmax"
+    LATE = "dK, S⁺, and dP⁺ when dK is done; fewer registers"
+    PLAIN = "dK; S⁺ and dP⁺ when all is done; the fewest registers"
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The choices for one head dimension on SM90.
+    """The choices for one head dimension on SM90; those that spill registers are refused.
 
     Attributes:
         head_dim: 64 or 128.
@@ -24,7 +40,11 @@ class BackwardConfig:
         q_stages: tiles of Q (with log-sum-exp, delta and predicate) in shared memory.
         do_stages: tiles of dO in shared memory.
         math_registers: registers of a math thread.
-        load_registers: registers of a thread of the load, row and dQ warps.
+        load_registers: registers of a thread of the load, row, mask and dQ warps.
+        kv_registers: whether S and dP read K and V from registers, which takes 32 registers and spares shared memory a
+            sixth of its traffic. Only at head dimension 64, and not with `Order.PLAIN`.
+        order: how a tile's products are interleaved with the next tile's, see `Order`. Tiles of 128 rows leave room for
+            `Order.PLAIN` only.
         tile_n: key rows of a tile, a whole block.
         groups: math warpgroups.
         ds_stages: tiles of dS in shared memory; with two, one barrier per tile orders its writers and readers.
@@ -36,6 +56,8 @@ class BackwardConfig:
     do_stages: int
     math_registers: int = 240
     load_registers: int = 24
+    kv_registers: bool = False
+    order: Order = Order.EARLY
 
     tile_n: ClassVar[int] = 128
     groups: ClassVar[int] = 2
@@ -44,6 +66,10 @@ class BackwardConfig:
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128) or self.tile_m not in (64, 128) or self.head_dim * self.tile_m > 128 * 64:
             raise ValueError(f"head_dim {self.head_dim}, tile_m {self.tile_m}: accumulators do not fit in registers")
+        if self.tile_m == 128 and self.order != Order.PLAIN:
+            raise ValueError(f"order: {self.order.name} spills registers with tile_m 128, which needs PLAIN")
+        if self.kv_registers and (self.head_dim == 128 or self.order == Order.PLAIN):
+            raise ValueError("kv_registers: spills at head_dim 128, and order PLAIN does not load them")
         if self.groups * self.math_registers + self.load_registers > REGISTERS:
             raise ValueError(f"math_registers, load_registers: more than {REGISTERS} over three warpgroups")
         if min(self.q_stages, self.do_stages) < 2:
@@ -73,15 +99,23 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of all buffers and barriers; an upper bound."""
+        """Shared memory of all buffers and barriers (see `shared_storage`); an upper bound."""
         operands = 2 * self.head_dim * (self.tile_m * (self.q_stages + self.do_stages) + 2 * self.tile_n)
         scores = 2 * self.tile_m * self.tile_n * self.ds_stages
-        rows = 4 * self.q_stages * (2 * 4 * self.row_pitch + 4 * 128 + 1)
+        rows = 4 * self.q_stages * (2 * 4 * self.row_pitch + 4 * self.tile_m + 1)
         return operands + scores + 4 * self.tile_m * self.head_dim + rows + 2048
 
 
 CONFIGS = {
-    64: BackwardConfig(head_dim=64, tile_m=64, q_stages=4, do_stages=3),
+    64: BackwardConfig(
+        head_dim=64,
+        tile_m=64,
+        q_stages=4,
+        do_stages=3,
+        math_registers=232,
+        load_registers=40,
+        kv_registers=True,
+    ),
     128: BackwardConfig(head_dim=128, tile_m=64, q_stages=3, do_stages=2),
 }
 """The configuration of each head dimension."""
@@ -94,9 +128,17 @@ class Lists(NamedTuple):
     items: cute.Tensor
     parts: cute.Tensor
     runs: cute.Tensor
-    inner: cute.Tensor
     ranges: cute.Tensor
     bits: cute.Tensor
+
+
+@mlir_namedtuple
+class Gradients(NamedTuple):
+    """What the kernel adds to: float32 [heads, rows, head_dim]."""
+
+    dq: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
 
 
 @mlir_namedtuple
@@ -136,9 +178,78 @@ class Shared(NamedTuple):
     """[4, columns / 4, lane class, stage]: lane class t holds columns 8j + 2t and 8j + 2t + 1."""
     delta: cute.Tensor
     mask: cute.Tensor
-    """[512, stage]: the words of a tile's predicate, 128 range words or 512 bit words."""
-    slot: cute.Tensor
-    """[stage]: slot of a tile's predicate; its sign says which kind the words are."""
+    """[tile_m / 64, math thread, stage]: words of the bits of the pairs that a math thread computes."""
+    mask_rows: cute.Tensor
+    """The same memory, [2, math thread, stage]: the bits of one of a thread's two key rows, 16 or 32."""
+    partial: cute.Tensor
+    """[stage]: whether the tile has a predicate."""
+    units: cute.Tensor
+    """[UNIT_WORDS, slot]: units of work; see `Field`."""
+
+
+def shared_layouts(config: BackwardConfig, dtype: type[cutlass.Numeric]) -> dict[str, Any]:
+    """Shared-memory layouts. Every operand is read both ways, rows and transposed, from 128-byte swizzled atoms."""
+    m, n, head_dim = config.tile_m, config.tile_n, config.head_dim
+    make = partial(sm90_utils.make_smem_layout, dtype, LayoutEnum.ROW_MAJOR)
+    return {
+        "q": make((m, head_dim), config.q_stages, major_mode_size=64),
+        "dout": make((m, head_dim), config.do_stages, major_mode_size=64),
+        "k": make((n, head_dim), None, major_mode_size=64),
+        "ds": make((m, n), config.ds_stages, major_mode_size=64),
+        "dq": sm90_utils.make_smem_layout(Float32, LayoutEnum.ROW_MAJOR, (64, config.dq_columns), config.groups),
+    }
+
+
+def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts: dict[str, Any]) -> type:
+    """Shared memory: barriers first, then what is small, then operands where a swizzle atom may begin."""
+
+    def buffer(kind: type, count: int, align: int = 1024) -> Any:
+        return cute.struct.Align[cute.struct.MemRange[kind, count], align]
+
+    @cute.struct
+    class Storage:
+        q_barriers: cute.struct.MemRange[Int64, config.q_stages * 2]
+        do_barriers: cute.struct.MemRange[Int64, config.do_stages * 2]
+        kv_barriers: cute.struct.MemRange[Int64, 2]
+        unit_barriers: cute.struct.MemRange[Int64, 2 * UNIT_SLOTS]
+        units: buffer(Int32, UNIT_WORDS * UNIT_SLOTS, 128)
+        partial: cute.struct.MemRange[Int32, config.q_stages]
+        lse: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
+        delta: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
+        mask: buffer(Int32, 4 * config.tile_m * config.q_stages, 128)
+        q: buffer(dtype, cute.cosize(layouts["q"]))
+        k: buffer(dtype, cute.cosize(layouts["k"]))
+        v: buffer(dtype, cute.cosize(layouts["k"]))
+        dout: buffer(dtype, cute.cosize(layouts["dout"]))
+        ds: buffer(dtype, cute.cosize(layouts["ds"]))
+        dq: buffer(Float32, cute.cosize(layouts["dq"]))
+
+    return Storage
+
+
+def shared_tensors(config: BackwardConfig, storage: Any, layouts: dict[str, Any]) -> Shared:
+    """The tensors in a `shared_storage`."""
+    swizzled = {
+        name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+        for name, layout in [*layouts.items(), ("v", layouts["k"])]
+    }
+    vector = cute.make_layout(
+        (4, config.columns // 4, 4, config.q_stages), stride=(1, 4, config.row_pitch, 4 * config.row_pitch)
+    )
+    threads, half_word = config.groups * GROUP, Uint16 if config.tile_m == 64 else Uint32
+    return Shared(
+        **swizzled,
+        dq_flat=storage.dq.get_tensor(cute.make_layout(64 * config.dq_columns * config.groups)),
+        lse=storage.lse.get_tensor(vector),
+        delta=storage.delta.get_tensor(vector),
+        mask=storage.mask.get_tensor(cute.make_layout((config.tile_m // 64, threads, config.q_stages))),
+        mask_rows=cute.make_tensor(
+            cute.recast_ptr(storage.mask.data_ptr(), dtype=half_word),
+            cute.make_layout((2, threads, config.q_stages)),
+        ),
+        partial=storage.partial.get_tensor(cute.make_layout(config.q_stages)),
+        units=storage.units.get_tensor(cute.make_layout((UNIT_WORDS, UNIT_SLOTS))),
+    )
 
 
 class Pipes(NamedTuple):
@@ -146,26 +257,73 @@ class Pipes(NamedTuple):
 
     q: pipeline.PipelineTmaAsync
     dout: pipeline.PipelineTmaAsync
-    kv_empty: cute.Pointer
+    k_empty: cute.Pointer
+    v_empty: cute.Pointer
+    unit_full: cute.Pointer
+    unit_empty: cute.Pointer
 
 
-class Item(NamedTuple):
-    """One unit of work: a key/value head and an entry of `WorkList.items`."""
+@mlir_namedtuple
+class Schedule(NamedTuple):
+    """How the items of a `WorkList` become units: all query heads of a key/value head, or ``few`` of them at a time.
 
-    kv_head: Int32
-    key_row: Int32
-    key_rows: Int32
-    part: Int32
-    parts: Int32
-    run: Int32
-    runs: Int32
-    full: Int32
+    Attributes:
+        whole: the first items, whose units have all query heads.
+        few: query heads of a unit of the other items, a divisor of a key/value head's number of them.
+        counter: int32 [1], units that thread blocks have fetched; 0 between launches.
+    """
+
+    whole: Int32
+    few: Int32
+    counter: cute.Tensor
+
+
+ENOUGH_UNITS = 6
+"""Units for each multiprocessor that even out how long they are."""
+
+
+@lru_cache
+def plan_units(items: int, kv_heads: int, group: int, sms: int) -> tuple[int, int]:
+    """`Schedule.whole` and `Schedule.few` for items that ``group`` query heads of each key/value head multiply.
+
+    If there are enough units of all query heads, only about the last of each multiprocessor is split, so that all end
+    at about the same time. Otherwise every unit is, as little as gives enough of them: each costs about one tile more.
+    """
+    if items * kv_heads >= ENOUGH_UNITS * sms:
+        return max(0, items - -(-sms // kv_heads)), 1
+    sizes = [few for few in range(1, group + 1) if group % few == 0]
+    enough = [few for few in sizes if items * kv_heads * (group // few) >= ENOUGH_UNITS * sms]
+    return 0, max(enough, default=1)
+
+
+class Field(IntEnum):
+    """What shared memory holds of a unit of work: the fields of an entry of `WorkList.items`, and which heads."""
+
+    KEY_ROW = 0
+    KEY_ROWS = 1
+    PART = 2
+    PARTS = 3
+    RUN = 4
+    RUNS = 5
+    FULL = 6
+    KV_HEAD = 7
+    HEAD = 8
+    """First query head."""
+    HEADS = 9
+    """Number of query heads; 0 in the entry that ends a thread block's work."""
+
+
+UNIT_WORDS, UNIT_SLOTS = 16, 4
+"""Room for the fields of a unit in shared memory, and for how many units."""
+
+
+FULL_TILE = 2**31 - 1
+"""The slot of a full tile."""
 
 
 class Tile(NamedTuple):
     """One tile, as the load, row and dQ warps meet it."""
 
-    item: Item
     turn: Int32
     """Units that this thread block has done before."""
     number: Int32
@@ -177,7 +335,9 @@ class Tile(NamedTuple):
     rows: Int32
     """Rows from ``row`` to the end of the block; more than a tile's, or less than 1."""
     slot: Int32
-    """Where the predicate is, of a partial tile."""
+    """Where the predicate is; `FULL_TILE` if the tile has none."""
+    half: Int32
+    """Which tile of its block it is."""
 
 
 class Products(NamedTuple):
@@ -185,6 +345,8 @@ class Products(NamedTuple):
 
     acc_dk: cute.Tensor
     acc_dv: cute.Tensor
+    load_k: Any
+    load_v: Any
     s: Any
     dp: Any
     dq: Any

@@ -1,27 +1,39 @@
 """The attention backward pass on Hopper: gradients of listed tiles, added to float32 buffers.
 
-One unit of work is a key block and a key/value head. Its thread block walks every query head that reads this key/value
-head and every query tile that the key block lists, so dK and dV stay in registers and have one writer. dQ leaves tile
-by tile as a reduction in the memory system, because key blocks share query rows. Thread blocks are persistent: they
-take units from a static schedule, and load the next unit while the last one is being written.
+One unit of work is a key block, a key/value head and query heads that read it, mostly all of them. Its thread block
+walks these heads and every query tile that the key block lists, so dK and dV stay in registers. dQ leaves tile by tile
+as a reduction in the memory system, because key blocks share query rows. Thread blocks are persistent: they fetch units
+from a counter in device memory, longest first, and load the next unit while the last one is being written.
 
-    load warp      K, V, and per tile Q, dO and the words of its predicate, by TMA
+    load warp      fetches units and tells the others; K, V, and per tile Q and dO, by TMA
     row warp       log-sum-exp and delta of the tile's query rows, rescaled, through registers
+    mask warp      predicates of partial tiles, as bits in the order of the math threads
     dQ warp        reduces finished dQ tiles from shared into global memory
     math groups    two warpgroups, 64 key rows each: S' = K Q', dP' = V dO', dV += P' dO, dK += dS' Q, dQ = dS K
 
-Barriers (who arrives; who waits; what is then safe):
-    Q full         load warp with its bytes, row warp; math. Q, log-sum-exp, delta and predicate of a tile are there;
-                   for a unit's first tile K too.
-    Q empty        one lane of each math warp, after the tile's dK product; load warp and row warp. All of that may be
+In shared memory, with phases (who arrives; who waits; what is then safe):
+    unit full      load warp; the other eleven warps. A unit's entry is there.
+    unit empty     each of the other warps, when it has read all that it needs of the unit; load warp. The entry may be
                    overwritten.
-    dO full        load warp with its bytes; math. dO is there, for a unit's first tile V too.
+    Q full         load warp with its bytes, row warp, mask warp; math. Q, log-sum-exp, delta and predicate of a tile
+                   are there; for a unit's first tile K too.
+    Q empty        one lane of each math warp, after the tile's dK product; load, row and mask warp. All of that may be
+                   overwritten.
+    dO full        load warp with its bytes; math. dO is there; for a unit's first tile V too.
     dO empty       one lane of each math warp, after the tile's dV product; load warp. dO may be overwritten.
-    KV empty       one lane of each math warp, after a unit's last product; load warp. K and V may be overwritten.
-    dS             both math groups; both. All of dS is in shared memory. dS has two stages: a group writes a stage only
-                   after the barrier that follows the other group's wait for the product that read it.
+    V empty        one lane of each math warp, after a unit's last dP product; load warp. V may be overwritten.
+    K empty        one lane of each math warp, after a unit's last dQ product; load warp. K may be overwritten.
+
+In hardware, for a count of threads:
+    all            every thread, once, after barriers are initialised; every thread. Barriers may be used.
+    dS             both math groups, after their stores and a proxy fence; both. A tile's dS may be multiplied. It has
+                   two stages, and nothing else says when one is free: a group has waited for its dQ product of the last
+                   tile when it comes here, so behind the barrier both have, and that product's stage is the next
+                   tile's.
     dQ empty[g]    dQ warp, when its reduction has read group g's stage; group g. The group may overwrite it.
     dQ full[g]     group g, after its stores and a proxy fence; dQ warp. The stage may be reduced.
+
+A math warp hands a stage back after a wait for a product, where its lanes meet: all of them have read it.
 """
 
 from functools import lru_cache, partial
@@ -32,38 +44,43 @@ import cutlass
 import cutlass.utils.hopper_helpers as hopper
 import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, const_expr, cute
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.pipeline import Agent, CooperativeGroup
-from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline, utils
-from flash_attn.cute.copy_utils import cpasync_bulk_g2s
 from quack import copy_utils, layout_utils, sm90_utils
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
 from marble.kernels.cute.backward_config import (
     CONFIGS,
+    FULL_TILE,
+    GROUP,
+    UNIT_SLOTS,
+    UNIT_WORDS,
     Atoms,
     BackwardConfig,
-    Item,
+    Field,
+    Gradients,
     Lists,
     Operands,
+    Order,
     Pipes,
     Products,
+    Schedule,
     Shared,
     Tile,
+    plan_units,
+    shared_layouts,
+    shared_storage,
+    shared_tensors,
 )
+from marble.kernels.cute.intrinsics import complete_words, math_thread, range_bits, reduce_pair, store_pair
 from marble.kernels.cute.worklist import WorkList
 
 LOG2_E = 1.4426950408889634
 
 BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY = 1, 2, 4
-"""Named barriers; the last two have one for each math group. 0 is `__syncthreads`."""
-
-GROUP = 128
-"""Threads of a warpgroup."""
+"""Hardware barriers; the last two have one for each math group. 0 is that of all threads."""
 
 
 class BackwardSm90:
@@ -89,19 +106,19 @@ class BackwardSm90:
         mdO: cute.Tensor,
         mLSE: cute.Tensor,
         mDelta: cute.Tensor,
-        mdQ: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
+        gradients: Gradients,
         lists: Lists,
+        whole: Int32,
+        few: Int32,
+        counter: cute.Tensor,
         scale: Float32,
-        section: Int32,
         grid: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch on ``grid`` thread blocks. ``section`` key/value heads, a divisor of their number, run at a time."""
-        layouts = self._layouts()
+        """Launch on ``grid`` thread blocks, no more than there are units (see `Schedule`)."""
+        layouts = shared_layouts(self.config, self.dtype)
         rows_first = [layout_utils.select(t, [0, 2, 1]) for t in (mQ, mK, mV, mdO)]
-        rows_first.append(layout_utils.select(mdQ, [1, 2, 0]))
+        rows_first.append(layout_utils.select(gradients.dq, [1, 2, 0]))
         tiles = [(self.tile_m, self.head_dim), (self.tile_n, self.head_dim)]
         load, reduce = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyReduceBulkTensorTileS2GOp()
         made = [
@@ -119,66 +136,24 @@ class BackwardSm90:
             *(atom for atom, _ in made),
             mLSE,
             mDelta,
-            mdK,
-            mdV,
+            gradients.dk,
+            gradients.dv,
             lists,
+            Schedule(whole, few, counter),
             scale,
-            section,
         ).launch(grid=[grid, 1, 1], block=[self.math_threads + GROUP, 1, 1], stream=stream, min_blocks_per_mp=1)
-
-    def _layouts(self) -> dict[str, Any]:
-        """Shared-memory layouts. Every operand is read both ways, rows and transposed, from 128-byte swizzled atoms."""
-        config, row_major = self.config, LayoutEnum.ROW_MAJOR
-        make = partial(sm90_utils.make_smem_layout, self.dtype, row_major)
-        return {
-            "q": make((self.tile_m, self.head_dim), config.q_stages, major_mode_size=64),
-            "dout": make((self.tile_m, self.head_dim), config.do_stages, major_mode_size=64),
-            "k": make((self.tile_n, self.head_dim), None, major_mode_size=64),
-            "ds": make((self.tile_m, self.tile_n), config.ds_stages, major_mode_size=64),
-            "dq": sm90_utils.make_smem_layout(Float32, row_major, (64, self.config.dq_columns), config.groups),
-        }
 
     def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """S' and dP' (keys are rows); dK and dV (the first operand in registers); dQ, split by rows or by columns."""
         rows, both = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        groups = self.config.groups
+        registers, shared, groups = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM, self.config.groups
         make = partial(hopper.make_trivial_tiled_mma, self.dtype, self.dtype)
-        s = make(rows, rows, Float32, atom_layout_mnk=(groups, 1, 1), tiler_mn=(64, self.tile_m))
-        dkv = make(
-            rows,
-            both,
-            Float32,
-            atom_layout_mnk=(groups, 1, 1),
-            tiler_mn=(64, self.head_dim),
-            a_source=warpgroup.OperandSource.RMEM,
-        )
-        split = (groups, 1, 1) if self.tile_m == 64 * groups else (1, groups, 1)
-        dq = make(rows, both, Float32, atom_layout_mnk=split, tiler_mn=(64, self.config.dq_columns))
+        down, right = (groups, 1, 1), (1, groups, 1)
+        resident = registers if self.config.kv_registers else shared
+        s = make(rows, rows, Float32, down, (64, self.tile_m), a_source=resident)
+        dkv = make(rows, both, Float32, down, (64, self.head_dim), a_source=registers)
+        dq = make(rows, both, Float32, down if self.tile_m == 64 * groups else right, (64, self.config.dq_columns))
         return s, dkv, dq
-
-    def _storage(self, layouts: dict[str, Any]) -> type:
-        config = self.config
-
-        def buffer(dtype: type, count: int, align: int = 1024) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[dtype, count], align]
-
-        @cute.struct
-        class Storage:
-            q_barriers: cute.struct.MemRange[Int64, config.q_stages * 2]
-            do_barriers: cute.struct.MemRange[Int64, config.do_stages * 2]
-            kv_barrier: cute.struct.MemRange[Int64, 1]
-            slot: cute.struct.MemRange[Int32, config.q_stages]
-            lse: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
-            delta: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
-            mask: buffer(Int32, 512 * config.q_stages, 128)
-            q: buffer(self.dtype, cute.cosize(layouts["q"]))
-            k: buffer(self.dtype, cute.cosize(layouts["k"]))
-            v: buffer(self.dtype, cute.cosize(layouts["k"]))
-            dout: buffer(self.dtype, cute.cosize(layouts["dout"]))
-            ds: buffer(self.dtype, cute.cosize(layouts["ds"]))
-            dq: buffer(Float32, cute.cosize(layouts["dq"]))
-
-        return Storage
 
     # Device ----------------------------------------------------------------------------------------------------------
 
@@ -196,10 +171,10 @@ class BackwardSm90:
         dk: cute.Tensor,
         dv: cute.Tensor,
         lists: Lists,
+        schedule: Schedule,
         scale: Float32,
-        section: Int32,
     ):
-        """Set up shared memory and barriers, then take a role."""
+        """Set up shared memory and barriers, then take a role. Of dK and dV, the math groups need only addresses."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         atoms = Atoms(atom_q, atom_k, atom_v, atom_dout, atom_dq)
@@ -207,17 +182,22 @@ class BackwardSm90:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
 
-        layouts = self._layouts()
-        storage = cutlass.utils.SmemAllocator().allocate(self._storage(layouts))
+        layouts = shared_layouts(config, self.dtype)
+        storage = cutlass.utils.SmemAllocator().allocate(shared_storage(config, self.dtype, layouts))
         math_warps = CooperativeGroup(Agent.Thread, self.math_threads // 32)
-        kv_empty = storage.kv_barrier.data_ptr()
+        k_empty, unit_full = storage.kv_barriers.data_ptr(), storage.unit_barriers.data_ptr()
+        v_empty, unit_empty = k_empty + 1, unit_full + UNIT_SLOTS
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(kv_empty, self.math_threads // 32)
+                for barrier in (k_empty, v_empty):
+                    cute.arch.mbarrier_init(barrier, self.math_threads // 32)
+                for slot in range(UNIT_SLOTS):
+                    cute.arch.mbarrier_init(unit_full + slot, 1)
+                    cute.arch.mbarrier_init(unit_empty + slot, self.math_threads // 32 + 3)  # dQ, row, mask warp
         pipe_q = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.q_barriers.data_ptr(),
             num_stages=config.q_stages,
-            producer_group=CooperativeGroup(Agent.Thread, 2),  # load warp and row warp
+            producer_group=CooperativeGroup(Agent.Thread, 3),  # load, row and mask warp
             consumer_group=math_warps,
             tx_count=self.query_bytes,
             defer_sync=True,
@@ -228,87 +208,146 @@ class BackwardSm90:
             producer_group=CooperativeGroup(Agent.Thread),
             consumer_group=math_warps,
             tx_count=self.query_bytes,
-            defer_sync=False,
+            defer_sync=False,  # all threads meet here: every barrier is initialised
         )
-        pipes = Pipes(pipe_q, pipe_dout, kv_empty)
-
-        swizzled = {
-            name: getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-            for name, layout in [*layouts.items(), ("v", layouts["k"])]
-        }
-        vector = cute.make_layout(
-            (4, config.columns // 4, 4, config.q_stages), stride=(1, 4, config.row_pitch, 4 * config.row_pitch)
-        )
-        shared = Shared(
-            **swizzled,
-            dq_flat=storage.dq.get_tensor(cute.make_layout(64 * self.config.dq_columns * config.groups)),
-            lse=storage.lse.get_tensor(vector),
-            delta=storage.delta.get_tensor(vector),
-            mask=storage.mask.get_tensor(cute.make_layout((512, config.q_stages))),
-            slot=storage.slot.get_tensor(cute.make_layout(config.q_stages)),
-        )
-
+        pipes = Pipes(pipe_q, pipe_dout, k_empty, v_empty, unit_full, unit_empty)
+        shared = shared_tensors(config, storage, layouts)
         if warp < 4:
             cute.arch.setmaxregister_decrease(config.load_registers)
-            walk = partial(self._walk, operands, lists, section)
+            follow = partial(self._follow, lists, shared, pipes)
             if warp == 0:
-                walk(partial(self.load, operands, atoms, shared, pipes, lists))
+                visit = partial(self.load, operands, atoms, shared, pipes)
+                self._lead(operands, lists, schedule, shared, pipes, visit)
             if warp == 1:
-                walk(partial(self.reduce_dq, operands, atoms, shared))
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                follow(partial(self.reduce_dq, operands, atoms, shared))
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
             if warp == 2:
-                walk(partial(self.load_rows, lse, delta, shared, pipes))
+                follow(partial(self.load_rows, lse, delta, self._early(scale), shared, pipes))
+            if warp == 3:
+                follow(partial(self.write_mask, lists, shared, pipes))
         else:
             cute.arch.setmaxregister_increase(config.math_registers)
-            self.math(operands, shared, pipes, dk, dv, lists, scale, section)
+            self.math(shared, pipes, dk, dv, scale)
 
     # The walk: every role sees the same tiles in the same order ------------------------------------------------------
 
     @cute.jit
-    def _unit(self, turn: Int32) -> Int32:
-        """The unit of this thread block's ``turn``: longest first, back and forth over the thread blocks."""
-        block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        place = block if turn % 2 == 0 else grid - 1 - block
-        return turn * grid + place
+    def _lead(
+        self, operands: Operands, lists: Lists, schedule: Schedule, shared: Shared, pipes: Pipes, visit: Any
+    ) -> None:
+        """Fetch units, tell the other warps, and call ``visit`` for their tiles. By the load warp.
 
-    @cute.jit
-    def _item(self, unit: Int32, lists: Lists, section: Int32) -> Item:
-        """A unit's entry. Units of ``section`` key/value heads come together, so that their Q and dO stay in L2."""
-        per_section = lists.items.shape[0] * section
-        which = unit // per_section
-        rest = unit - which * per_section
-        index = rest // section
-        kv_head = which * section + rest - index * section
-        return Item(kv_head, *(lists.items[index, field] for field in range(7)))
-
-    @cute.jit
-    def _walk(self, operands: Operands, lists: Lists, section: Int32, visit: Any) -> None:
-        """Call ``visit(tile, masked=...)`` for every tile of this thread block, ``masked`` for partial ones."""
-        halves = const_expr(self.config.halves)
-        group = operands.q.shape[2] // operands.k.shape[2]
-        units = lists.items.shape[0] * operands.k.shape[2]
-        turn, number = Int32(0), Int32(0)
-        unit = self._unit(turn)
+        A thread block begins with the unit of its own number. It fetches the next one when everything of the last has
+        been asked for; then two tiles are still to be computed, which is longer than the fetch takes.
+        """
+        lane, grid = cute.arch.lane_idx(), cute.arch.grid_dim()[0]
+        items, kv_heads = lists.items.shape[0], operands.k.shape[2]
+        group = operands.q.shape[2] // kv_heads
+        pieces = group // schedule.few
+        whole = schedule.whole * kv_heads
+        units = whole + (items - schedule.whole) * kv_heads * pieces
+        turn, number, unit = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
         while unit < units:
-            item = self._item(unit, lists, section)
-            start = number
-            for member in cutlass.range(group, unroll=1):
-                head = item.kv_head * group + member
-                for index in cutlass.range(item.parts * halves, unroll=1):
-                    part, skip = item.part + index // halves, index % halves * self.tile_m
-                    block, slot = lists.parts[part, 0], lists.parts[part, 1]
-                    row, rows = lists.inner[block, 0] + skip, lists.inner[block, 1] - skip
-                    visit(Tile(item, turn, number, number == start, head, row, rows, slot), masked=True)
-                    number += 1
-                for run in cutlass.range(item.runs, unroll=1):
-                    first, blocks = lists.runs[item.run + run, 0], lists.runs[item.run + run, 1]
-                    for index in cutlass.range(blocks * halves, unroll=1):
-                        row = lists.inner[first + index // halves, 0] + index % halves * self.tile_m
-                        whole = Tile(item, turn, number, number == start, head, row, Int32(self.tile_m), Int32(0))
-                        visit(whole, masked=False)
-                        number += 1
+            index, kv_head, head, heads = unit // kv_heads, Int32(0), Int32(0), group
+            if unit < whole:
+                kv_head = unit - index * kv_heads
+            else:
+                place = (unit - whole) // pieces
+                index = schedule.whole + place // kv_heads
+                kv_head = place % kv_heads
+                head, heads = (unit - whole) % pieces * schedule.few, schedule.few
+            head += kv_head * group
+            field = Int32(0)
+            if lane < Field.KV_HEAD:
+                field = lists.items[index, lane]
+            field = kv_head if lane == Field.KV_HEAD else field
+            field = head if lane == Field.HEAD else field
+            field = heads if lane == Field.HEADS else field
+            self._tell(shared, pipes, turn, field)
+            number = self._visit_unit(lists, shared, turn, number, visit)
             turn += 1
-            unit = self._unit(turn)
+            fetched = Int32(0)
+            if lane == 0:
+                fetched = utils.atomic_add_i32(1, schedule.counter.iterator)
+                # Every thread block fetches once in vain, so this is the launch's last fetch.
+                if fetched == units - 1:
+                    schedule.counter[0] = Int32(0)
+            unit = cute.arch.shuffle_sync(fetched, 0) + grid
+        self._tell(shared, pipes, turn, Int32(0))
+
+    @cute.jit
+    def _tell(self, shared: Shared, pipes: Pipes, turn: Int32, field: Int32) -> None:
+        """Publish a unit, of which every lane holds one field."""
+        slot, phase = self._stage(turn, UNIT_SLOTS)
+        cute.arch.mbarrier_wait(pipes.unit_empty + slot, phase ^ 1)
+        lane = cute.arch.lane_idx()
+        if lane < UNIT_WORDS:
+            shared.units[lane, slot] = field
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.unit_full + slot)
+
+    @cute.jit
+    def _await_unit(self, shared: Shared, pipes: Pipes, turn: Int32) -> Int32:
+        """Wait for the unit of this thread block's ``turn``: its query heads, or 0 if there are no more units."""
+        slot, phase = self._stage(turn, UNIT_SLOTS)
+        cute.arch.mbarrier_wait(pipes.unit_full + slot, phase)
+        return shared.units[Field.HEADS, slot]
+
+    @cute.jit
+    def _leave_unit(self, pipes: Pipes, turn: Int32) -> None:
+        """This warp has read all that it needs of a unit."""
+        slot, _ = self._stage(turn, UNIT_SLOTS)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.unit_empty + slot)
+
+    @cute.jit
+    def _field(self, shared: Shared, turn: Int32, field: cutlass.Constexpr[Field]) -> Int32:
+        """A field of the unit of ``turn``. It is cheap to read, so it should not be kept in a register for long."""
+        return shared.units[field, turn % UNIT_SLOTS]
+
+    @cute.jit
+    def _follow(self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any) -> None:
+        """Call ``visit`` for every tile of this thread block. By another warp."""
+        turn, number = Int32(0), Int32(0)
+        heads = self._await_unit(shared, pipes, turn)
+        while heads > 0:
+            number = self._visit_unit(lists, shared, turn, number, visit)
+            self._leave_unit(pipes, turn)
+            turn += 1
+            heads = self._await_unit(shared, pipes, turn)
+
+    @cute.jit
+    def _visit_unit(self, lists: Lists, shared: Shared, turn: Int32, number: Int32, visit: Any) -> Int32:
+        """Call ``visit`` for the tiles of a unit, and count them. Lists are read 32 entries at a time."""
+        halves, lane = const_expr(self.config.halves), cute.arch.lane_idx()
+        get = partial(self._field, shared, turn)
+        start = number
+        own_row, own_rows, own_slot = Int32(0), Int32(0), Int32(0)
+        for member in cutlass.range(get(field=Field.HEADS), unroll=1):
+            parts = get(field=Field.PARTS)
+            entries = parts + get(field=Field.RUNS)
+            for entry in cutlass.range(entries, unroll=1):
+                if entry % 32 == 0 and (member == 0 or entries > 32):
+                    own = entry + lane
+                    if own < parts:
+                        place = get(field=Field.PART) + own
+                        own_row, own_slot = lists.parts[place, 0], lists.parts[place, 1]
+                        own_rows = lists.parts[place, 2]
+                    elif own < entries:
+                        place = get(field=Field.RUN) + own - parts
+                        own_row, own_slot = lists.runs[place, 0], Int32(FULL_TILE)
+                        own_rows = lists.runs[place, 1] * self.tile_n
+                row, rows, slot = (cute.arch.shuffle_sync(own, entry % 32) for own in (own_row, own_rows, own_slot))
+                tiles = halves if slot != FULL_TILE else rows // self.tile_m
+                for half in cutlass.range(tiles, unroll=1):
+                    head = get(field=Field.HEAD) + member
+                    visit(Tile(turn, number, number == start, head, row, rows, slot, half))
+                    row += self.tile_m
+                    rows -= self.tile_m
+                    number += 1
+        return number
 
     @staticmethod
     def _stage(tile: Int32, stages: int) -> tuple[Int32, Int32]:
@@ -325,41 +364,33 @@ class BackwardSm90:
         atoms: Atoms,
         shared: Shared,
         pipes: Pipes,
-        lists: Lists,
         tile: Tile,
-        masked: cutlass.Constexpr[bool],
     ) -> None:
-        """Fill a tile's stages, once they are free. A unit's first tile brings K and V, once those are free."""
-        config, item = self.config, tile.item
+        """Fill a tile's stages, once they are free. A unit's first tile brings V and K, once those are free.
+
+        V and K arrive with the first dO and Q: their bytes are announced before they are asked for.
+        """
+        config = self.config
         stage, phase = self._stage(tile.number, config.q_stages)
         extra = Int32(self.key_bytes) if tile.starts else Int32(0)
-        words = Int32(0)
-        if const_expr(masked):
-            words = Int32(4 * 128) if tile.slot >= 0 else Int32(4 * 512)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
         barrier = pipes.q.sync_object_full.get_barrier(stage)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.query_bytes + extra + words)
-        self._tma_load(atoms.q, operands.q, tile.head, tile.row, shared.q[None, None, stage], barrier)
-        if const_expr(masked):
-            target = shared.mask[None, stage].iterator
-            with cute.arch.elect_one():
-                if tile.slot >= 0:
-                    cpasync_bulk_g2s(lists.ranges[tile.slot, None].iterator, target, barrier, 4 * 128)
-                else:
-                    cpasync_bulk_g2s(lists.bits[~tile.slot, None, None].iterator, target, barrier, 4 * 512)
-        if tile.starts:
-            cute.arch.mbarrier_wait(pipes.kv_empty, tile.turn + 1 & 1)
-            self._tma_load(atoms.k, operands.k, item.kv_head, item.key_row, shared.k, barrier)
-
-        stage, phase = self._stage(tile.number, config.do_stages)
-        pipes.dout.sync_object_empty.wait(stage, phase ^ 1)
-        barrier = pipes.dout.sync_object_full.get_barrier(stage)
-        with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.query_bytes + extra)
+        self._tma_load(atoms.q, operands.q, tile.head, tile.row, shared.q[None, None, stage], barrier)
+
+        do_stage, phase = self._stage(tile.number, config.do_stages)
+        pipes.dout.sync_object_empty.wait(do_stage, phase ^ 1)
+        do_barrier = pipes.dout.sync_object_full.get_barrier(do_stage)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(do_barrier, self.query_bytes + extra)
+        self._tma_load(atoms.dout, operands.dout, tile.head, tile.row, shared.dout[None, None, do_stage], do_barrier)
         if tile.starts:
-            self._tma_load(atoms.v, operands.v, item.kv_head, item.key_row, shared.v, barrier)
-        self._tma_load(atoms.dout, operands.dout, tile.head, tile.row, shared.dout[None, None, stage], barrier)
+            place = [self._field(shared, tile.turn, field) for field in (Field.KV_HEAD, Field.KEY_ROW)]
+            cute.arch.mbarrier_wait(pipes.v_empty, tile.turn + 1 & 1)
+            self._tma_load(atoms.v, operands.v, *place, shared.v, do_barrier)
+            cute.arch.mbarrier_wait(pipes.k_empty, tile.turn + 1 & 1)
+            self._tma_load(atoms.k, operands.k, *place, shared.k, barrier)
 
     @cute.jit
     def _tma_load(
@@ -378,10 +409,10 @@ class BackwardSm90:
         self,
         lse: cute.Tensor,
         delta: cute.Tensor,
+        factor: Float32 | float,
         shared: Shared,
         pipes: Pipes,
         tile: Tile,
-        masked: cutlass.Constexpr[bool],
     ) -> None:
         """A tile's log-sum-exp, in powers of 2, and delta, in the order that math threads read them.
 
@@ -390,7 +421,7 @@ class BackwardSm90:
         lane = cute.arch.lane_idx()
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
-        for part in cutlass.range(self.tile_m // 32, unroll=2):
+        for part in cutlass.range(self.tile_m // 32, unroll=1):
             place = lane + 32 * part
             row_lse, row_delta = -Float32.inf, Float32(0.0)
             if place < tile.rows:
@@ -398,10 +429,47 @@ class BackwardSm90:
             # Column 8j + 2t + c is number 2j + c of lane class t.
             number = (lane // 8 + 4 * part) * 2 + lane % 2
             where = (number % 4, number // 4, lane % 8 // 2, stage)
-            shared.lse[where] = row_lse * LOG2_E if row_lse > -Float32.inf else Float32.inf
-            shared.delta[where] = row_delta
-        if const_expr(masked):
-            shared.slot[stage] = tile.slot
+            shared.lse[where] = Float32.inf if row_lse == -Float32.inf else row_lse * LOG2_E
+            shared.delta[where] = row_delta * factor
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
+
+    # Mask warp -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def write_mask(self, lists: Lists, shared: Shared, pipes: Pipes, tile: Tile) -> None:
+        """The predicate of a partial tile, as bits in the order of the math threads' columns; none for a full tile.
+
+        A math thread has two key rows, and the columns 8j + 2t + {0, 1} of a tile.
+        """
+        stage, phase = self._stage(tile.number, self.config.q_stages)
+        pipes.q.sync_object_empty.wait(stage, phase ^ 1)
+        shared.partial[stage] = Int32(tile.slot != FULL_TILE)
+        if tile.slot != FULL_TILE:
+            words, first = const_expr(self.tile_m // 32), tile.half * self.tile_m
+            for part in cutlass.range(self.tile_n // 32, unroll=1):
+                row = cute.arch.lane_idx() + 32 * part
+                pairs = cute.make_rmem_tensor(words, Uint32)
+                if tile.slot >= 0:
+                    word = Uint32(lists.ranges[tile.slot, row])
+                    for k in cutlass.range_constexpr(words):
+                        column = first + 32 * k
+                        pairs[k] = range_bits(word & 255, word >> 8 & 255, column) | range_bits(
+                            word >> 16 & 255, word >> 24, column
+                        )
+                else:
+                    for k in cutlass.range_constexpr(words):
+                        pairs[k] = Uint32(lists.bits[~tile.slot, row, tile.half * words + k])
+                thread = row // 16 * 32 + row % 8 * 4
+                for t in cutlass.range_constexpr(4):
+                    packed = Uint32(0)
+                    for k in cutlass.range_constexpr(words):
+                        # Four pairs of bits, 8 apart, move next to each other in the highest byte; no terms overlap.
+                        byte = (pairs[k] >> (2 * t) & 0x03030303) * Uint32(0x01041040) >> 24
+                        packed |= byte << (8 * k)
+                    target = shared.mask_rows
+                    target[row // 8 % 2, thread + t, stage] = target.element_type(packed)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
@@ -409,13 +477,11 @@ class BackwardSm90:
     # dQ warp ---------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def reduce_dq(
-        self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile, masked: cutlass.Constexpr[bool]
-    ) -> None:
+    def reduce_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:
         """Hand each group its stage back, then reduce what it has stored. Rows behind the last one are left out."""
-        del masked
         groups, threads, columns = self.config.groups, GROUP + 32, self.config.dq_columns
         for group in cutlass.range_constexpr(groups):
+            # Reductions end in order, so those of the last tile that may still read are of the groups behind this one.
             cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
             cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
         for group in cutlass.range_constexpr(groups):
@@ -432,17 +498,7 @@ class BackwardSm90:
     # Math groups -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def math(
-        self,
-        operands: Operands,
-        shared: Shared,
-        pipes: Pipes,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        lists: Lists,
-        scale: Float32,
-        section: Int32,
-    ) -> None:
+    def math(self, shared: Shared, pipes: Pipes, dk: cute.Tensor, dv: cute.Tensor, scale: Float32) -> None:
         """All matrix products, and the epilogue of dK and dV.
 
         A unit is a softmax step, then (gradient step, softmax step) for every tile but the last, then a gradient step.
@@ -452,43 +508,74 @@ class BackwardSm90:
         """
         config = self.config
         products = self._products(shared)
-        softmax = partial(self.softmax_step, shared, scale)
+        softmax = partial(self.softmax_step, shared, pipes, scale)
         gradient = partial(self.gradient_step, shared, pipes, products, scale)
         issue_s, issue_dp, acc_dk, acc_dv = products.s, products.dp, products.acc_dk, products.acc_dv
-        pipe_q, pipe_dout, kv_empty = pipes.q, pipes.dout, pipes.kv_empty
+        load_k, load_v = products.load_k, products.load_v
+        pipe_q, pipe_dout, v_empty = pipes.q, pipes.dout, pipes.v_empty
 
-        units = lists.items.shape[0] * operands.k.shape[2]
         turn, tile = Int32(0), Int32(0)
-        unit = self._unit(turn)
-        while unit < units:
-            item = self._item(unit, lists, section)
-            masked = item.parts * config.halves
-            each = masked + item.full * config.halves
-            index, first = Int32(0), tile
-            stage, phase = self._stage(tile, config.q_stages)
-            pipe_q.consumer_wait_w_index_phase(stage, phase)
-            acc_s = issue_s(B_idx=stage)
-            stage, phase = self._stage(tile, config.do_stages)
-            pipe_dout.consumer_wait_w_index_phase(stage, phase)
-            acc_dp = issue_dp(B_idx=stage)
-            p = cute.make_rmem_tensor(acc_s.shape, Float32)
-            dp = cute.make_rmem_tensor(acc_dp.shape, Float32)
-            softmax(acc_s, p, tile, index, masked)
-            dp.store(acc_dp.load())
-            for _ in cutlass.range(each * (operands.q.shape[2] // operands.k.shape[2]) - 1, unroll=1):
-                next_s, next_dp = gradient(p, dp, tile, tile == first, ends=False)
+        heads = self._await_unit(shared, pipes, turn)
+        while heads > 0:
+            get = partial(self._field, shared, turn)
+            tiles = (get(field=Field.PARTS) + get(field=Field.FULL)) * heads * config.halves
+            if const_expr(config.order == Order.PLAIN):
+                for done in cutlass.range(tiles - 1, unroll=1):
+                    self._plain_step(pipes, issue_s, issue_dp, softmax, gradient, tile, done == 0, False)
+                    tile += 1
+                self._plain_step(pipes, issue_s, issue_dp, softmax, gradient, tile, tiles == 1, True)
                 tile += 1
-                index = index + 1 if index + 1 < each else Int32(0)
-                softmax(next_s, p, tile, index, masked)
-                dp.store(next_dp.load())
-            gradient(p, dp, tile, tile == first, ends=True)
-            tile += 1
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(kv_empty)
-            self._add(acc_dv, dv, unit, lists, section, Float32(1.0))
-            self._add(acc_dk, dk, unit, lists, section, scale)
+            else:
+                stage, phase = self._stage(tile, config.q_stages)
+                pipe_q.consumer_wait_w_index_phase(stage, phase)
+                if const_expr(config.kv_registers):
+                    load_k()
+                acc_s = issue_s(B_idx=stage)
+                stage, phase = self._stage(tile, config.do_stages)
+                pipe_dout.consumer_wait_w_index_phase(stage, phase)
+                if const_expr(config.kv_registers):
+                    load_v()
+                acc_dp = issue_dp(B_idx=stage)
+                p = cute.make_rmem_tensor(acc_s.shape, Float32)
+                dp = cute.make_rmem_tensor(acc_dp.shape, Float32)
+                softmax(acc_s, acc_dp, p, dp, tile, begins=True)
+                for done in cutlass.range(tiles - 1, unroll=1):
+                    next_s, next_dp = gradient(p, dp, tile, done == 0, ends=False)
+                    tile += 1
+                    softmax(next_s, next_dp, p, dp, tile, begins=False)
+                self._hand_back(v_empty)  # the last dP is done
+                gradient(p, dp, tile, tiles == 1, ends=True)
+                tile += 1
+            self._add(acc_dv, dv, get, 1.0)
+            self._add(acc_dk, dk, get, self._last(scale))
+            self._leave_unit(pipes, turn)
             turn += 1
-            unit = self._unit(turn)
+            heads = self._await_unit(shared, pipes, turn)
+
+    @cute.jit
+    def _plain_step(
+        self,
+        pipes: Pipes,
+        issue_s: Any,
+        issue_dp: Any,
+        softmax: Any,
+        gradient: Any,
+        tile: Int32,
+        starts: Boolean,
+        last: cutlass.Constexpr[bool],
+    ) -> None:
+        """All of one tile, by `Order.PLAIN`; the ``last`` of a unit hands back K and V."""
+        stage, phase = self._stage(tile, self.config.q_stages)
+        pipes.q.consumer_wait_w_index_phase(stage, phase)
+        acc_s = issue_s(B_idx=stage)
+        stage, phase = self._stage(tile, self.config.do_stages)
+        pipes.dout.consumer_wait_w_index_phase(stage, phase)
+        acc_dp = issue_dp(B_idx=stage)
+        p = cute.make_rmem_tensor(acc_s.shape, Float32)
+        softmax(acc_s, acc_dp, p, acc_dp, tile, begins=True)
+        if const_expr(last):
+            self._hand_back(pipes.v_empty)  # the last dP is done
+        gradient(p, acc_dp, tile, starts, ends=True, last=last)
 
     def _products(self, shared: Shared) -> Products:
         """Partition the operands for this math group."""
@@ -499,8 +586,9 @@ class BackwardSm90:
         m, n, d = self.tile_m, self.tile_n, self.head_dim
         turned = {name: layout_utils.transpose_view(getattr(shared, name)) for name in ("q", "k", "dout", "ds")}
         split, fresh, add = sm90_utils.partition_fragment_ABC, sm90_utils.gemm_zero_init, sm90_utils.gemm_w_idx
-        _, s_a, s_b = split(wg_s, (n, m, d), shared.k, shared.q)
-        _, dp_a, dp_b = split(wg_s, (n, m, d), shared.v, shared.dout)
+        resident = const_expr(self.config.kv_registers)
+        _, s_a, s_b = split(wg_s, (n, m, d), None if resident else shared.k, shared.q)
+        _, dp_a, dp_b = split(wg_s, (n, m, d), None if resident else shared.v, shared.dout)
         _, dq_a, dq_b = split(wg_dq, (m, d, n), shared.ds, turned["k"])
         acc_dv, _, dv_b = split(wg_dkv, (n, d, m), None, turned["dout"])
         acc_dk, _, dk_b = split(wg_dkv, (n, d, m), None, turned["q"])
@@ -510,6 +598,8 @@ class BackwardSm90:
         return Products(
             acc_dk,
             acc_dv,
+            load_k=partial(self._keep, mma_s, shared.k, s_a) if resident else None,
+            load_v=partial(self._keep, mma_s, shared.v, dp_a) if resident else None,
             s=partial(fresh, mma_s, (n, m), s_a, s_b),
             dp=partial(fresh, mma_s, (n, m), dp_a, dp_b),
             dq=partial(fresh, mma_dq, (m, d), dq_a, dq_b),
@@ -519,34 +609,74 @@ class BackwardSm90:
         )
 
     @cute.jit
+    def _hand_back(self, barrier: cute.Pointer) -> None:
+        """This warp is done with K or V: its lanes have met at a wait for a product, so one may speak for all."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def _keep(self, mma: cute.TiledMma, shared: cute.Tensor, fragment: cute.Tensor) -> None:
+        """Load a product's first operand, K or V, into registers."""
+        copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), mma)
+        cute.copy(copy, copy.get_slice(math_thread()).partition_S(shared), copy.retile(fragment))
+
+    @cute.jit
     def softmax_step(
         self,
         shared: Shared,
+        pipes: Pipes,
         scale: Float32,
         acc_s: cute.Tensor,
+        acc_dp: cute.Tensor,
         p: cute.Tensor,
+        dp: cute.Tensor,
         tile: Int32,
-        index: Int32,
-        masked: Int32,
+        begins: cutlass.Constexpr[bool],
     ) -> None:
-        """P' of a tile from S', when S and dP are in flight, last of all; returns when both are there.
+        """P' of a tile and dP' from the products in flight: S, maybe dK of the last tile, and dP, in this order.
 
-        ``index`` counts a head's tiles, the first ``masked`` of which have predicates.
+        With `Order.EARLY`, dK of the last tile is in flight, unless the tile ``begins`` a unit. Returns when everything
+        is done. `Order.PLAIN` leaves dP' where it is: ``dp`` is ``acc_dp``.
         """
-        thread = _math_thread()
+        thread, order = math_thread(), self.config.order
         stage, _ = self._stage(tile, self.config.q_stages)
-        warpgroup.wait_group(1)  # S is done
+        held = const_expr(order == Order.EARLY and not begins)  # dK of the last tile is in flight
+        partial_tile = shared.partial[stage] != 0
+        warpgroup.wait_group(2 if const_expr(held) else 1)  # S is done
         s_mn, p_mn = layout_utils.reshape_acc_to_mn(acc_s), layout_utils.reshape_acc_to_mn(p)
-        if index < masked:
-            self._apply(s_mn, self._predicate(shared, stage, index % self.config.halves, thread))
-        scale_log2 = scale * LOG2_E
-        for quad in cutlass.range_constexpr(self.config.columns // 4):
-            lse = copy_utils.load_s2r(shared.lse[None, quad, thread % 4, stage])
+        if partial_tile:
+            self._apply(s_mn, copy_utils.load_s2r(shared.mask[None, thread, stage]))
+        scale_log2, quads = scale * LOG2_E, const_expr(self.config.columns // 4)
+        pause, settled = const_expr(quads * 3 // 4), 0
+        for quad in cutlass.range_constexpr(quads):
+            lse = copy_utils.load_s2r(shared.lse[None, quad, thread & 3, stage])
             for c in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
                     score = s_mn[r, 4 * quad + c] * scale_log2 - lse[c]
                     p_mn[r, 4 * quad + c] = cute.math.exp2(score, fastmath=True)
+            if const_expr(quad + 1 in (pause, quads)):
+                complete_words(cute.recast_tensor(p, Int32), settled, 8 * (quad + 1))
+                settled = 8 * (quad + 1)
+            if const_expr(held and quad + 1 == pause):
+                warpgroup.wait_group(1)  # dK of the last tile is done, and dS' leaves its registers
+                pipes.q.consumer_release_w_index(self._stage(tile - 1, self.config.q_stages)[0])
         warpgroup.wait_group(0)  # dP is done
+        if const_expr(order != Order.PLAIN):
+            dp.store(acc_dp.load())
+
+    @cute.jit
+    def _next_s(self, pipes: Pipes, products: Products, tile: Int32) -> cute.Tensor:
+        """Wait for a tile's Q and issue its S."""
+        stage, phase = self._stage(tile, self.config.q_stages)
+        pipes.q.consumer_wait_w_index_phase(stage, phase)
+        return products.s(B_idx=stage)
+
+    @cute.jit
+    def _next_dp(self, pipes: Pipes, products: Products, tile: Int32) -> cute.Tensor:
+        """Wait for a tile's dO and issue its dP."""
+        stage, phase = self._stage(tile, self.config.do_stages)
+        pipes.dout.consumer_wait_w_index_phase(stage, phase)
+        return products.dp(B_idx=stage)
 
     @cute.jit
     def gradient_step(
@@ -560,224 +690,119 @@ class BackwardSm90:
         tile: Int32,
         starts: Boolean,
         ends: cutlass.Constexpr[bool],
+        last: cutlass.Constexpr[bool] = True,
     ) -> tuple[cute.Tensor | None, cute.Tensor | None]:
-        """dV, dQ and dK of a tile from P' and dP'; unless it ``ends`` its unit, leaves the next tile's S, dP in flight.
+        """dV, dQ and dK of a tile from P' and dP'; unless it ``ends`` its unit, products are left in flight: the next
+        tile's S and dP, and with `Order.EARLY` dK between them.
 
-        dP' is overwritten. The unit's first tile ``starts`` the sums of dK and dV.
+        dP' is overwritten. The unit's first tile ``starts`` the sums of dK and dV. With `Order.PLAIN` every tile ends
+        like a unit, but only the ``last`` one hands K back.
         """
-        config, thread = self.config, _math_thread()
-        group = cute.arch.make_warp_uniform(thread // GROUP)
+        config, thread, order = self.config, math_thread(), self.config.order
+        group = cute.arch.make_warp_uniform(thread >> 7)
         q_stage, _ = self._stage(tile, config.q_stages)
         do_stage, _ = self._stage(tile, config.do_stages)
-        ds_stage = tile % config.ds_stages
-        p_rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(p), self.dtype)
-        products.dv(tCrA=p_rounded, B_idx=do_stage, zero_init=starts)
+        ds_stage = self._stage(tile, config.ds_stages)[0]
+        rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(p), self.dtype)
+        products.dv(tCrA=rounded, B_idx=do_stage, zero_init=starts)
         p_mn, dp_mn = layout_utils.reshape_acc_to_mn(p), layout_utils.reshape_acc_to_mn(dp)
         for quad in cutlass.range_constexpr(config.columns // 4):
-            delta = copy_utils.load_s2r(shared.delta[None, quad, thread % 4, q_stage])
+            delta = copy_utils.load_s2r(shared.delta[None, quad, thread & 3, q_stage])
             for c in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
-                    dp_mn[r, 4 * quad + c] = p_mn[r, 4 * quad + c] * (dp_mn[r, 4 * quad + c] - delta[c])
+                    difference = dp_mn[r, 4 * quad + c] * self._early(scale) - delta[c]
+                    dp_mn[r, 4 * quad + c] = p_mn[r, 4 * quad + c] * difference
         ds_rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dp), self.dtype)
         products.store_ds(ds_rounded, dst_idx=ds_stage)
         cute.arch.fence_view_async_shared()
+        # Behind the barrier all of this dS is there, and nobody reads the last one any more: its stage is the next's.
         cute.arch.barrier(barrier_id=BARRIER_DS, number_of_threads=self.math_threads)
 
-        acc_dq = products.dq(A_idx=ds_stage)
-        products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
-        warpgroup.wait_group(2)  # dV is done, and P' leaves its registers to S
-        pipes.dout.consumer_release_w_index(do_stage)
         acc_s, acc_dp = None, None
-        if const_expr(not ends):
-            next_stage, next_phase = self._stage(tile + 1, config.q_stages)
-            pipes.q.consumer_wait_w_index_phase(next_stage, next_phase)
-            acc_s = products.s(B_idx=next_stage)
+        acc_dq = products.dq(A_idx=ds_stage)
+        if const_expr(ends or order == Order.LATE):
+            products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
+            warpgroup.wait_group(2)  # dV is done, and P' leaves its registers to S
+            pipes.dout.consumer_release_w_index(do_stage)
+            if const_expr(not ends):
+                acc_s = self._next_s(pipes, products, tile + 1)
+        else:
+            warpgroup.wait_group(1)  # dV is done, and P' leaves its registers to S
+            pipes.dout.consumer_release_w_index(do_stage)
+            acc_s = self._next_s(pipes, products, tile + 1)
+            products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
         warpgroup.wait_group(1 if const_expr(ends) else 2)  # dQ is done
-        threads = const_expr(GROUP + 32)
+        if const_expr(ends and last):
+            self._hand_back(pipes.k_empty)  # the last product that reads K was this one
+        threads = const_expr(GROUP + 32)  # this group and the dQ warp
         cute.arch.barrier(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
-        self._store_dq(acc_dq, shared, scale)
+        self._store_dq(acc_dq, shared, self._last(scale))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_FULL + group, number_of_threads=threads)
-        warpgroup.wait_group(0 if const_expr(ends) else 1)  # dK is done, and dS' leaves its registers to dP
-        pipes.q.consumer_release_w_index(q_stage)
+        if const_expr(ends or order == Order.LATE):
+            warpgroup.wait_group(0 if const_expr(ends) else 1)  # dK is done, and dS' leaves its registers to dP
+            pipes.q.consumer_release_w_index(q_stage)
         if const_expr(not ends):
-            next_stage, next_phase = self._stage(tile + 1, config.do_stages)
-            pipes.dout.consumer_wait_w_index_phase(next_stage, next_phase)
-            acc_dp = products.dp(B_idx=next_stage)
+            acc_dp = self._next_dp(pipes, products, tile + 1)
         return acc_s, acc_dp
 
-    @cute.jit
-    def _predicate(self, shared: Shared, stage: Int32, half: Int32, thread: Int32) -> cute.Tensor:
-        """Which of this thread's pairs are computed, as bits: first its columns in its upper key row, then the lower.
+    def _early(self, scale: Float32) -> Float32 | float:
+        """What dS is multiplied by before it is rounded, which is free. float16 would lose small gradients."""
+        return scale if self.dtype is BFloat16 else 1.0
 
-        In 32-bit words: one for a tile of 64 query rows, two for 128.
-        """
-        row = thread // 32 * 16 + thread % 32 // 4
-        shift = thread % 4 * 2
-        keep = cute.make_rmem_tensor(2, Uint32)
-        if shared.slot[stage] >= 0:
-            for r in cutlass.range_constexpr(2):
-                keep[r] = self._range_bits(shared.mask[row + 8 * r, stage], half, shift)
-        else:
-            for r in cutlass.range_constexpr(2):
-                keep[r] = self._packed_bits(shared.mask, (row + 8 * r) * 4, stage, half, shift)
-        return keep
-
-    @cute.jit
-    def _range_bits(self, word: Int32, half: Int32, shift: Int32) -> Uint32:
-        """Bits of the columns 8j + shift + {0, 1} that lie in a range word's two ranges."""
-        below = cute.make_rmem_tensor(4, Uint32)
-        for k in cutlass.range_constexpr(4):
-            limit = Int32(Uint32(word) >> (8 * k) & 255)
-            if const_expr(self.config.halves > 1):
-                limit = cutlass.min(cutlass.max(limit - half * self.tile_m, 0), self.tile_m)
-            count = limit // 8 * 2 + cutlass.min(cutlass.max(limit % 8 - shift, 0), 2)
-            below[k] = utils.shl_u32(Uint32(0xFFFFFFFF), Uint32(count))  # the bits that are not below
-        return below[0] & ~below[1] | below[2] & ~below[3]
-
-    @cute.jit
-    def _packed_bits(self, mask: cute.Tensor, word: Int32, stage: Int32, half: Int32, shift: Int32) -> Uint32:
-        """The same, of a row of bits that begins at ``word``."""
-        packed = Uint32(0)
-        words = const_expr(self.tile_m // 32)
-        for k in cutlass.range_constexpr(words):
-            pairs = Uint32(mask[word + half * words + k, stage]) >> Uint32(shift) & 0x03030303
-            # Four pairs of bits, 8 apart, move next to each other in the highest byte; no two terms overlap.
-            packed |= (pairs * Uint32(0x01041040) >> 24) << (8 * k)
-        return packed
+    def _last(self, scale: Float32) -> Float32 | float:
+        """What dQ and dK are multiplied by in the end."""
+        return 1.0 if self.dtype is BFloat16 else scale
 
     @cute.jit
     def _apply(self, scores: cute.Tensor, keep: cute.Tensor) -> None:
         """Set the scores that are left out to -inf. Constant bit tests become one predicate move per seven bits."""
+        columns = self.config.columns
         for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(self.config.columns):
-                kept = Boolean(keep[r] & Uint32(1 << c))
+            for c in cutlass.range_constexpr(columns):
+                bit = const_expr(r * columns + c)
+                kept = Boolean(Uint32(keep[bit // 32]) & Uint32(1 << bit % 32))
                 scores[r, c] = scores[r, c] if kept else -Float32.inf
 
     @cute.jit
-    def _store_dq(self, acc: cute.Tensor, shared: Shared, scale: Float32) -> None:
+    def _store_dq(self, acc: cute.Tensor, shared: Shared, scale: Float32 | float) -> None:
         """This group's part of scale · dQ, to shared memory as TMA expects it with a 128-byte swizzle.
 
-        Lane 4g + t holds columns 8j + 2t + {0, 1} of rows g and g + 8 of its warp's 16. A pair's 16-byte chunk is
-        (2j + t // 2) ^ g, so lanes whose t // 2 differ meet in the same banks: they store a pair in opposite order.
+        Lane 4g + t holds columns 8j + 2t + {0, 1} of rows g and g + 8 of its warp's 16. A pair is half of the 16-byte
+        chunk (2j + t // 2) ^ g. Sixteen lanes store at a time, those of four rows g: if all stored the same j, two rows
+        would meet in every chunk. So odd rows store j ^ 2 when even ones store j.
         """
-        thread = _math_thread()
-        lane = thread % 32
-        group, warp, row, t = thread // GROUP, thread % GROUP // 32, lane // 4, lane % 4
-        base = group * 64 * self.config.dq_columns + (warp * 16 + row) * 32 + t % 2 * 2
-        swap = t // 2
+        thread = math_thread()
+        # Shifts, because division would round negative numbers, and takes several instructions.
+        group, warp, row, t = thread >> 7, thread >> 5 & 3, thread >> 2 & 7, thread & 3
+        odd = row & 1 == 1
+        chunk = (t >> 1) ^ row ^ ((row & 1) << 2)
+        base = shared.dq_flat.iterator.toint()
+        base += (group * 64 * self.config.dq_columns + (warp * 16 + row) * 32 + chunk * 4 + (t & 1) * 2) * 4
         for k in cutlass.range_constexpr(4):
-            place = base + ((2 * k) ^ (swap ^ row)) * 4
-            first, second = place + swap, place + 1 - swap
+            place = base ^ (32 * k)
             for box in cutlass.range_constexpr(self.config.dq_columns // 32):
                 for r in cutlass.range_constexpr(2):
-                    index = const_expr(2 * r + 4 * (4 * box + k))
-                    offset = const_expr(box * 64 * 32 + r * 8 * 32)
-                    x, y = acc[index] * scale, acc[index + 1] * scale
-                    shared.dq_flat[first + offset] = y if swap == 1 else x
-                    shared.dq_flat[second + offset] = x if swap == 1 else y
+                    even_index, odd_index = (const_expr(2 * r + 4 * (4 * box + (k ^ flip))) for flip in (0, 2))
+                    x, y = (acc[odd_index + c] if odd else acc[even_index + c] for c in (0, 1))
+                    store_pair(place + 4 * 32 * (box * 64 + r * 8), x * scale, y * scale)
 
     @cute.jit
-    def _add(
-        self, acc: cute.Tensor, target: cute.Tensor, unit: Int32, lists: Lists, section: Int32, factor: Float32
-    ) -> None:
-        """Add this thread's part of dK or dV to its two key rows, as far as they belong to the block.
-
-        Every row has one writer; the reduction only saves the round trip of reading the old sum.
-        """
-        thread = _math_thread()
-        lane, item = thread % 32, self._item(unit, lists, section)
+    def _add(self, acc: cute.Tensor, target: cute.Tensor, get: Any, factor: Float32 | float) -> None:
+        """Add this thread's part of dK or dV to its two key rows, as far as they belong to the block."""
+        thread = math_thread()
+        lane = thread % 32
         for r in cutlass.range_constexpr(2):
             row = thread // 32 * 16 + lane // 4 + 8 * r
-            if row < item.key_rows:
-                offset = Int64(item.kv_head) * target.stride[0] + Int64(item.key_row + row) * target.stride[1]
+            if row < get(field=Field.KEY_ROWS):
+                offset = (
+                    Int64(get(field=Field.KV_HEAD)) * target.stride[0]
+                    + Int64(get(field=Field.KEY_ROW) + row) * target.stride[1]
+                )
                 pointer = target.iterator + offset + lane % 4 * 2
                 for j in cutlass.range_constexpr(self.head_dim // 8):
                     index = const_expr(4 * j + 2 * r)
-                    _reduce_pair(pointer + 8 * j, acc[index] * factor, acc[index + 1] * factor)
-
-
-@dsl_user_op
-def _math_thread(*, loc: Any = None, ip: Any = None) -> Int32:
-    """This thread's number among the math threads, read afresh: what follows from it does not stay in registers."""
-    read = llvm.inline_asm(
-        T.i32(),
-        [],
-        "mov.u32 $0, %tid.x;",
-        "=r",
-        has_side_effects=True,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-    return Int32(read) - GROUP
-
-
-@dsl_user_op
-def _reduce_pair(pointer: cute.Pointer, x: Float32, y: Float32, *, loc: Any = None, ip: Any = None) -> None:
-    """Add two neighbouring floats in global memory."""
-    llvm.inline_asm(
-        None,
-        [
-            pointer.toint(loc=loc, ip=ip).ir_value(),
-            Float32(x).ir_value(loc=loc, ip=ip),
-            Float32(y).ir_value(loc=loc, ip=ip),
-        ],
-        "red.global.add.v2.f32 [$0], {$1, $2};",
-        "l,f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-
-
-class DeltaSm90:
-    """Σ out · dout over the head dimension, [heads, rows]; the inputs [rows, heads, head_dim] may be strided."""
-
-    threads, rows_each, vector = 256, 4, 8
-
-    def __init__(self, dtype: type[cutlass.Numeric], head_dim: int):
-        self.dtype, self.head_dim = dtype, head_dim
-        self.lanes = head_dim // self.vector
-        """Lanes that share a row."""
-        self.tile = self.threads // self.lanes * self.rows_each
-
-    @cute.jit
-    def __call__(self, mO: cute.Tensor, mdO: cute.Tensor, mDelta: cute.Tensor, stream: cuda.CUstream):
-        """Launch one thread block for every `tile` rows of a head."""
-        rows, heads = mO.shape[0], mO.shape[1]
-        self.kernel(mO, mdO, mDelta).launch(
-            grid=[cute.ceil_div(rows, self.tile), heads, 1], block=[self.threads, 1, 1], stream=stream
-        )
-
-    @cute.kernel
-    def kernel(self, mO: cute.Tensor, mdO: cute.Tensor, mDelta: cute.Tensor):
-        """Each lane multiplies 16 bytes of every row that it shares; shuffles add up the lanes."""
-        thread = cute.arch.thread_idx()[0]
-        block, head, _ = cute.arch.block_idx()
-        lane = thread % self.lanes
-        first = block * self.tile + thread // self.lanes
-        stride = const_expr(self.threads // self.lanes)
-        loaded = []
-        for k in cutlass.range_constexpr(self.rows_each):
-            row = cutlass.min(first + k * stride, mO.shape[0] - 1)
-            loaded.append([self._piece(t, row, head, lane) for t in (mO, mdO)])
-        for k in cutlass.range_constexpr(self.rows_each):
-            out, dout = (piece.load().to(Float32) for piece in loaded[k])
-            total = (out * dout).reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
-            row = first + k * stride
-            if lane == 0 and row < mO.shape[0]:
-                mDelta[head, row] = total
-
-    def _piece(self, tensor: cute.Tensor, row: Int32, head: Int32, lane: Int32) -> cute.Tensor:
-        offset = Int64(row) * tensor.stride[0] + Int64(head) * tensor.stride[1] + Int64(lane * self.vector)
-        pointer = cute.make_ptr(
-            self.dtype, (tensor.iterator + offset).toint(), cute.AddressSpace.gmem, assumed_align=16
-        )
-        piece = cute.make_rmem_tensor(self.vector, self.dtype)
-        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(self.vector)), piece)
-        return piece
+                    reduce_pair(pointer + 8 * j, acc[index] * factor, acc[index + 1] * factor)
 
 
 # Compilation and launch ----------------------------------------------------------------------------------------------
@@ -799,9 +824,8 @@ def compile_backward(dtype: torch.dtype, head_dim: int, config: BackwardConfig |
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
     lists = Lists(
         items=_fake(Int32, sym(), 8),
-        parts=_fake(Int32, sym(), 2, aligned=False),
+        parts=_fake(Int32, sym(), 4),
         runs=_fake(Int32, sym(), 2, aligned=False),
-        inner=_fake(Int32, sym(), 2, aligned=False),
         ranges=_fake(Int32, slots, 128),
         bits=_fake(Int32, sym(), 128, 4),
     )
@@ -809,52 +833,27 @@ def compile_backward(dtype: torch.dtype, head_dim: int, config: BackwardConfig |
         kernel,
         *(_fake(kind, *shape) for shape in (query, key, key, query)),
         *(_fake(Float32, heads, queries, aligned=False) for _ in range(2)),
-        _fake(Float32, heads, queries, head_dim),
-        *(_fake(Float32, kv_heads, keys, head_dim) for _ in range(2)),
+        Gradients(
+            dq=_fake(Float32, heads, queries, head_dim),
+            dk=_fake(Float32, kv_heads, keys, head_dim),
+            dv=_fake(Float32, kv_heads, keys, head_dim),
+        ),
         lists,
+        Int32(1),
+        Int32(1),
+        _fake(Int32, 1, aligned=False),
         Float32(1.0),
         Int32(1),
-        Int32(1),
         make_fake_stream(),
         options="--enable-tvm-ffi",
     )
 
 
 @lru_cache
-def compile_delta(dtype: torch.dtype, head_dim: int) -> Any:
-    """The delta kernel for every size and stride. Needs no GPU; compiled once per process."""
-    kind, (rows, heads) = _DTYPES[dtype], (cute.sym_int(), cute.sym_int())
-    return cute.compile(
-        DeltaSm90(kind, head_dim),
-        *(_fake(kind, rows, heads, head_dim) for _ in range(2)),
-        _fake(Float32, heads, rows, aligned=False),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
-    )
-
-
-L2_SHARE = 24 << 20
-"""Bytes of Q and dO that concurrent units should share in L2."""
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _section(queries: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """Key/value heads to run at a time: the largest divisor of their number whose Q and dO fit their share of L2."""
-    each = 2 * 2 * head_dim * queries * (heads // kv_heads)
-    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and (n == 1 or n * each <= L2_SHARE))
-
-
-def run_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """Σ out · dout over the head dimension in float32, [heads, query rows]; see `Backend.delta`."""
-    rows, heads, head_dim = out.shape
-    delta = torch.empty(heads, rows, dtype=torch.float32, device=out.device)
-    if delta.numel():
-        compile_delta(out.dtype, head_dim)(out, dout, delta)
-    return delta
+def _counter(device: torch.device, stream: int) -> Tensor:
+    """The counter of units of launches on a stream. A launch leaves it at 0, as it found it."""
+    del stream
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def run_backward(
@@ -869,14 +868,22 @@ def run_backward(
     dk: Tensor,
     dv: Tensor,
     scale: float,
+    sms: int,
+    config: BackwardConfig | None = None,
+    units: tuple[int, int] | None = None,
 ) -> None:
-    """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`."""
-    queries, heads, head_dim = q.shape
+    """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
+
+    ``sms``: thread blocks at most. ``config`` and ``units`` (see `plan_units`) replace the usual choices.
+    """
+    heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
-    units = work.items.shape[0] * kv_heads
-    if units == 0:
+    items, group = work.items.shape[0], heads // kv_heads
+    if items == 0:
         return
-    lists = Lists(work.items, work.parts, work.runs, work.inner, work.ranges, work.bits)
-    section = _section(queries, heads, kv_heads, head_dim)
-    grid = min(units, _processors(q.device))
-    compile_backward(q.dtype, head_dim)(q, k, v, dout, lse, delta, dq, dk, dv, lists, scale, section, grid)
+    whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
+    counter = _counter(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
+    lists = Lists(work.items, work.parts, work.runs, work.ranges, work.bits)
+    kernel = compile_backward(q.dtype, head_dim, config)
+    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, whole, few, counter, scale, grid)

@@ -15,7 +15,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPILE = {
     "forward": "forward_sm90.compiled",
     "backward": "backward_sm90.compile_backward",
-    "delta": "backward_sm90.compile_delta",
+    "delta": "delta.compile_delta",
 }
 CONFIGURATIONS = [(kind, dtype, dim) for kind in COMPILE for dtype in ("bfloat16", "float16") for dim in (64, 128)]
 
