@@ -144,7 +144,7 @@ class Case:
         plan = marble.plan(self.layout, self.shape, ranks=ranks, rank=rank, schedule="sparse_a2a")
         assert plan.masks is not None
         stored, shards = plan.masks[0], tuple(plan.order.shard(other) for other in range(ranks))
-        exchange = Exchange(shards, tuple(stored.seen(shards, shard, BLOCK) for shard in shards), BLOCK)
+        exchange = Exchange.seen_by(plan.order, stored, BLOCK)
         rows, areas = shards[rank], exchange.areas(rank)
         base = min(areas.values())
         parts, cols = [], torch.full((areas[-1] - base,), -1)
@@ -152,7 +152,7 @@ class Case:
             if owner != rank and exchange.rows(owner, rank):
                 part = Part(stored.tiles(rows, shards[owner], BLOCK), exchange.seen[owner][rank], areas[owner] - base)
                 parts.append(part)
-                runs = exchange.runs[owner, rank]
+                runs = exchange.runs(owner, rank)
                 fetched = torch.cat([shards[owner][start:stop] for start, stop in runs])
                 cols[part.first_row : part.first_row + len(fetched)] = fetched
         works = [stored.tiles(rows, rows, BLOCK)] + ([join_keys(parts)] if parts else [])

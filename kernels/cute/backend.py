@@ -49,8 +49,8 @@ class CuteBackend:
         if not len(lists.items):
             return
         state = State.empty(q.shape[1], 0, q.shape[2], torch.float32, q.device) if state is None else state
-        inputs = (_readable(x) for x in (q, k, v))
-        forward_sm90.launch(*inputs, out, lse, state, lists, scale, self.multiprocessors(q.device))
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        forward_sm90.launch(q, k, v, out, lse, state, lists, scale, self.multiprocessors(q.device))
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """See `Backend.delta`."""
@@ -76,9 +76,9 @@ class CuteBackend:
         lists = lower(work).by_key
         if not len(lists.items):
             return
-        inputs = (_readable(x) for x in (q, k, v, dout))
+        q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
         sms = self.multiprocessors(q.device)
-        backward_sm90.run_backward(*inputs, lse, delta, lists, dq, dk, dv, scale, sms)
+        backward_sm90.run_backward(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
 
 
 def _check(q: Tensor, scale: float) -> None:
@@ -89,6 +89,8 @@ def _check(q: Tensor, scale: float) -> None:
         )
     if not scale > 0:
         raise ValueError(f"scale: must be > 0, got {scale}")
+    if not q.is_cuda:
+        raise ValueError(f"backend: 'cute' computes on GPUs, got tensors on {q.device}; 'reference' runs everywhere")
 
 
 def _readable(x: Tensor) -> Tensor:

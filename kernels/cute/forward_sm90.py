@@ -191,6 +191,7 @@ class ForwardSm90:
     def kernel(
         self, tmas, atoms, mO, mLSE, carried, lists, scale_log2, deal, layouts, mmas, Storage: cutlass.Constexpr
     ):
+        """One thread block: a loading warp and two computing warpgroups."""
         layout_q, layout_kv = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:

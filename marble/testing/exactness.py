@@ -16,7 +16,7 @@ from torch import Tensor
 import marble
 from marble.compose.plan import Plan
 from marble.compose.shape import AttentionShape
-from marble.kernels.contract import accumulation_dtype
+from marble.kernels.contract import Backend, accumulation_dtype
 from marble.kernels.reference import attend, differentiate, finish
 from marble.layout import Layout
 from marble.mask.algebra import and_masks
@@ -138,7 +138,7 @@ def single_call(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> Result
 
 
 def distributed(
-    problem: Problem, plan: Plan, dtype: torch.dtype = torch.bfloat16, backend: str = "reference"
+    problem: Problem, plan: Plan, dtype: torch.dtype = torch.bfloat16, backend: str | Backend = "reference"
 ) -> Results:
     """The same by ``marble.attention`` on the plan's ranks; over processes, every rank gets all results."""
     q, k, v = (plan.shard(x.to(dtype)).requires_grad_() for x in (problem.q, problem.k, problem.v))

@@ -364,6 +364,7 @@ def test_planning_many_documents_is_quick() -> None:
 def test_five_layouts_compile_nothing() -> None:
     """Layouts are data to every part of a call: nothing is specialised to one of them."""
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     for seed in range(5):
         check(Layout([[Span("causal", length // 1000)] for length in document_lengths(seed)]), (2, 1), 2, block=32)
     assert not torch._dynamo.utils.counters["stats"]

@@ -200,7 +200,6 @@ def test_plans_are_kept_by_layout() -> None:
         (MIXED, {"order": "contiguous"}),
         (MIXED, {"schedule": "sparse_a2a"}),
         (MIXED, {"layers": AttentionShape(4, 2, 8, window=3)}),
-        (MIXED, {"cache": False}),
         (Layout([*MIXED.samples, [Span("causal", 1)]]), {}),
         (Layout([[span for sample in MIXED.samples[:2] for span in sample], *MIXED.samples[2:]]), {}),
     ):
