@@ -15,7 +15,7 @@ WORK = Varlen.from_cu_seqlens(torch.tensor([0, 8]), torch.tensor([0, 8]), Band.F
 
 def call(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, scale: float = 0.1) -> None:
     q = torch.zeros(8, 2, head_dim, dtype=dtype)
-    backend = CuteBackend(lambda device: 1)
+    backend = CuteBackend(lambda _: 1)
     backend.forward(q, q, q, WORK, None, q.clone(), torch.zeros(2, 8), scale=scale)
 
 
