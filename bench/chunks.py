@@ -19,6 +19,7 @@ from rich.table import Table
 
 import marble
 from bench.harness import Row, write
+from marble.compose import planner
 from marble.kernels.contract import Varlen
 from marble.layout import Layout
 from marble.mask.modes import packed_mask
@@ -42,6 +43,7 @@ def planning(layout: Layout, ranks: int, rank: int) -> tuple[float, float, marbl
     kind = WORKLOADS[WORKLOAD].layers[0]
     shape = marble.AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, kind.window, kind.scale)
     fresh = Layout(layout.samples)
+    planner.forget()
     start, cpu = time.perf_counter(), time.process_time()
     plan = marble.plan(fresh, shape, ranks=ranks, rank=rank, schedule="chunked")
     return time.perf_counter() - start, time.process_time() - cpu, plan
