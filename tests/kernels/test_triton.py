@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from marble.kernels import oracles  # noqa: E402
-from marble.kernels.triton import bitmaps, classify, merge, pack, summaries  # noqa: E402
-from marble.mask.domains import BlockSummaries, dense, summarise  # noqa: E402
-from marble.mask.predicates import pack_bits  # noqa: E402
-from marble.mask.tracks import Tracks  # noqa: E402
-from marble.testing.layouts import planned_storage, random_layout, stored_mask  # noqa: E402
+from marble.kernels import oracles
+from marble.kernels.triton import bitmaps, classify, merge, pack, summaries
+from marble.mask.domains import BlockSummaries, dense, summarise
+from marble.mask.predicates import pack_bits
+from marble.mask.tracks import Tracks
+from marble.testing.layouts import planned_storage, random_layout, stored_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
