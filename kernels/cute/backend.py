@@ -50,7 +50,7 @@ class CuteBackend:
             return
         state = State.empty(q.shape[1], 0, q.shape[2], torch.float32, q.device) if state is None else state
         q, k, v = _readable(q), _readable(k), _readable(v)
-        forward_sm90.launch(q, k, v, out, lse, state, lists, scale, self.multiprocessors(q.device))
+        forward_sm90.run_forward(q, k, v, out, lse, state, lists, scale, self.multiprocessors(q.device))
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """See `Backend.delta`."""

@@ -566,7 +566,7 @@ def release(pipe, state):
 
 
 @lru_cache
-def compiled(dtype: torch.dtype, head_dim: int):
+def compile_forward(dtype: torch.dtype, head_dim: int):
     """The compiled kernel, for tensors of any size and stride."""
     element = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
     sym = cute.sym_int
@@ -589,11 +589,11 @@ def compiled(dtype: torch.dtype, head_dim: int):
     )
 
 
-def launch(
+def run_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: State, lists: WorkList, scale: float, sms: int
 ) -> None:
     """Run the kernel on the current stream. Shapes as in `marble.kernels.contract.Backend.forward`."""
-    compiled(q.dtype, q.shape[2])(
+    compile_forward(q.dtype, q.shape[2])(
         q,
         k,
         v,

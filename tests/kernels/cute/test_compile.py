@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPILE = {
-    "forward": "forward_sm90.compiled",
+    "forward": "forward_sm90.compile_forward",
     "backward": "backward_sm90.compile_backward",
     "delta": "delta.compile_delta",
 }
