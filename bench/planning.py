@@ -1,7 +1,8 @@
 """Planning: how long a rank's plan takes, how it grows, and how even and how sparse what it plans is.
 
 ``python -m bench.planning [threads]`` writes ``bench/results/planning.json``. Every plan is of a fresh layout and made
-without the cache; times are wall-clock times of one rank on 1 or 2 threads (2 by default), each the best of five.
+without the cache; times are wall-clock times of one rank, each the best of five. Torch has one thread by default, as in
+a data loader's worker; large plans resolve the two orientations of their tiles on two.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def sparsity() -> Iterator[tuple[str, Row]]:
 
 def main() -> int:
     """Measure; exit code 1 if a bar does not hold."""
-    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found: list[tuple[str, Row]] = list(sparsity())
     for name in track(WORKLOADS, description="planning", console=console):
