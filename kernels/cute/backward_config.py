@@ -122,17 +122,6 @@ CONFIGS = {
 
 
 @mlir_namedtuple
-class Lists(NamedTuple):
-    """`WorkList` on the device."""
-
-    items: cute.Tensor
-    parts: cute.Tensor
-    runs: cute.Tensor
-    ranges: cute.Tensor
-    bits: cute.Tensor
-
-
-@mlir_namedtuple
 class Gradients(NamedTuple):
     """What the kernel adds to: float32 [heads, rows, head_dim]."""
 

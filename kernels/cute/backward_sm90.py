@@ -48,7 +48,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup
 from flash_attn.cute import pipeline, utils
 from quack import copy_utils, layout_utils, sm90_utils
-from quack.compile_utils import make_fake_stream, make_fake_tensor
+from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
 from marble.kernels.cute.backward_config import (
@@ -61,7 +61,6 @@ from marble.kernels.cute.backward_config import (
     BackwardConfig,
     Field,
     Gradients,
-    Lists,
     Operands,
     Order,
     Pipes,
@@ -74,6 +73,7 @@ from marble.kernels.cute.backward_config import (
     shared_storage,
     shared_tensors,
 )
+from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
 from marble.kernels.cute.intrinsics import complete_words, math_thread, range_bits, reduce_pair, store_pair
 from marble.kernels.cute.worklist import WorkList
 
@@ -807,41 +807,27 @@ class BackwardSm90:
 
 # Compilation and launch ----------------------------------------------------------------------------------------------
 
-_DTYPES = {torch.float16: Float16, torch.bfloat16: BFloat16}
-
-
-def _fake(dtype: type[cutlass.Numeric], *shape: Any, aligned: bool = True) -> cute.Tensor:
-    """A tensor of unknown sizes and outer strides for compilation, aligned to 16 bytes with all its rows or not."""
-    return make_fake_tensor(dtype, shape, divisibility=128 // dtype.width if aligned else 1)
-
 
 @lru_cache
 def compile_backward(dtype: torch.dtype, head_dim: int, config: BackwardConfig | None = None) -> Any:
     """The backward kernel for every size, stride, scale and mask. Needs no GPU; compiled once per process."""
-    kernel, kind = BackwardSm90(_DTYPES[dtype], config or CONFIGS[head_dim]), _DTYPES[dtype]
+    kernel, kind = BackwardSm90(ELEMENTS[dtype], config or CONFIGS[head_dim]), ELEMENTS[dtype]
     sym = cute.sym_int
-    queries, keys, heads, kv_heads, slots = sym(), sym(), sym(), sym(), sym()
+    queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
-    lists = Lists(
-        items=_fake(Int32, sym(), 8),
-        parts=_fake(Int32, sym(), 4),
-        runs=_fake(Int32, sym(), 2, aligned=False),
-        ranges=_fake(Int32, slots, 128),
-        bits=_fake(Int32, sym(), 128, 4),
-    )
     return cute.compile(
         kernel,
-        *(_fake(kind, *shape) for shape in (query, key, key, query)),
-        *(_fake(Float32, heads, queries, aligned=False) for _ in range(2)),
+        *(fake(kind, *shape) for shape in (query, key, key, query)),
+        *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
         Gradients(
-            dq=_fake(Float32, heads, queries, head_dim),
-            dk=_fake(Float32, kv_heads, keys, head_dim),
-            dv=_fake(Float32, kv_heads, keys, head_dim),
+            dq=fake(Float32, heads, queries, head_dim),
+            dk=fake(Float32, kv_heads, keys, head_dim),
+            dv=fake(Float32, kv_heads, keys, head_dim),
         ),
-        lists,
+        fake_lists(),
         Int32(1),
         Int32(1),
-        _fake(Int32, 1, aligned=False),
+        fake(Int32, 1, aligned=False),
         Float32(1.0),
         Int32(1),
         make_fake_stream(),
@@ -879,11 +865,8 @@ def run_backward(
     heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
     items, group = work.items.shape[0], heads // kv_heads
-    if items == 0:
-        return
     whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
     counter = _counter(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
-    lists = Lists(work.items, work.parts, work.runs, work.ranges, work.bits)
     kernel = compile_backward(q.dtype, head_dim, config)
-    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, whole, few, counter, scale, grid)
+    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists_of(work), whole, few, counter, scale, grid)

@@ -6,9 +6,11 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, cute
-from quack.compile_utils import make_fake_stream, make_fake_tensor
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from quack.compile_utils import make_fake_stream
 from torch import Tensor
+
+from marble.kernels.cute.binding import ELEMENTS, fake
 
 
 class Delta:
@@ -68,12 +70,11 @@ class Delta:
 @lru_cache
 def compile_delta(dtype: torch.dtype, head_dim: int) -> Any:
     """The delta kernel for every size and stride. Needs no GPU; compiled once per process."""
-    kind = {torch.float16: Float16, torch.bfloat16: BFloat16}[dtype]
-    rows, heads = cute.sym_int(), cute.sym_int()
+    kind, rows, heads = ELEMENTS[dtype], cute.sym_int(), cute.sym_int()
     return cute.compile(
         Delta(kind, head_dim),
-        *(make_fake_tensor(kind, (rows, heads, head_dim), divisibility=Delta.vector) for _ in range(2)),
-        make_fake_tensor(Float32, (heads, rows)),
+        *(fake(kind, rows, heads, head_dim) for _ in range(2)),
+        fake(Float32, heads, rows, aligned=False),
         make_fake_stream(),
         options="--enable-tvm-ffi",
     )

@@ -26,11 +26,12 @@ from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline as fa_pipeline
 from flash_attn.cute import utils as fa_utils
 from quack import copy_utils, layout_utils, sm90_utils
-from quack.compile_utils import make_fake_stream, make_fake_tensor
+from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
+from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
 from marble.kernels.cute.deal import Deal
 from marble.kernels.cute.ordering import afresh, complete
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
@@ -67,16 +68,6 @@ class ForwardConfig:
 
 
 CONFIGS = {64: ForwardConfig(64, stages=4), 128: ForwardConfig(128, stages=2)}
-
-
-class Lists(NamedTuple):
-    """`WorkList` on the device."""
-
-    items: cute.Tensor
-    parts: cute.Tensor
-    runs: cute.Tensor
-    ranges: cute.Tensor
-    bits: cute.Tensor
 
 
 class Carried(NamedTuple):
@@ -568,20 +559,16 @@ def release(pipe, state):
 @lru_cache
 def compile_forward(dtype: torch.dtype, head_dim: int):
     """The compiled kernel, for tensors of any size and stride."""
-    element = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[dtype]
-    sym = cute.sym_int
-    tokens = [make_fake_tensor(element, (sym(), sym(), head_dim), 8) for _ in range(4)]
+    element, sym = ELEMENTS[dtype], cute.sym_int
+    tokens = [fake(element, sym(), sym(), head_dim) for _ in range(4)]
     heads = sym()
-    statistics = [make_fake_tensor(Float32, (heads, sym()), 1) for _ in range(3)]
-    acc = make_fake_tensor(Float32, (sym(), sym(), head_dim), 4)
-    tables = [(8,), (4,), (2,), (128,), (128, 4)]
-    lists = Lists(*(make_fake_tensor(Int32, (sym(), *shape), 1 if shape == (2,) else 4) for shape in tables))
+    statistics = [fake(Float32, heads, sym(), aligned=False) for _ in range(3)]
     return cute.compile(
         ForwardSm90(element, CONFIGS[head_dim]),
         *tokens,
         statistics[0],
-        Carried(acc, *statistics[1:]),
-        lists,
+        Carried(fake(Float32, sym(), sym(), head_dim), *statistics[1:]),
+        fake_lists(),
         Float32(1),
         Int32(1),
         make_fake_stream(),
@@ -600,7 +587,7 @@ def run_forward(
         out,
         lse,
         (state.acc, state.m, state.l),
-        (lists.items, lists.parts, lists.runs, lists.ranges, lists.bits),
+        lists_of(lists),
         scale * math.log2(math.e),
         min(sms, len(lists.items) * q.shape[1]),
     )

@@ -1,0 +1,40 @@
+"""What the kernels are compiled for and called with: element types, lists of work, tensors of unknown size."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from cutlass import BFloat16, Float16, Int32, cute
+from quack.compile_utils import make_fake_tensor
+from quack.cute_dsl_utils import mlir_namedtuple
+
+from marble.kernels.cute.worklist import WorkList
+
+ELEMENTS = {torch.float16: Float16, torch.bfloat16: BFloat16}
+
+
+@mlir_namedtuple
+class Lists(NamedTuple):
+    """`WorkList` on the device."""
+
+    items: cute.Tensor
+    parts: cute.Tensor
+    runs: cute.Tensor
+    ranges: cute.Tensor
+    bits: cute.Tensor
+
+
+def lists_of(work: WorkList) -> Any:
+    """The lists to call a kernel with."""
+    return Lists(work.items, work.parts, work.runs, work.ranges, work.bits)
+
+
+def fake_lists() -> Any:
+    """Lists of unknown lengths."""
+    tables = ((8,), (4,), (2,), (128,), (128, 4))
+    return Lists(*(fake(Int32, cute.sym_int(), *shape, aligned=shape != (2,)) for shape in tables))
+
+
+def fake(dtype: type[cutlass.Numeric], *shape: Any, aligned: bool = True) -> cute.Tensor:
+    """A tensor of unknown sizes and outer strides for compilation, aligned to 16 bytes with all its rows or not."""
+    return make_fake_tensor(dtype, shape, divisibility=128 // dtype.width if aligned else 1)
