@@ -147,10 +147,11 @@ def differentiate(
     allowed = seen if mask is None else seen & mask
     weights = torch.where(allowed, weights, 0)
     dweights = (_grouped(dout, k) @ v.transpose(1, 2)).view_as(weights)
-    dscores = weights * (dweights - delta.unsqueeze(-1))
+    # The softmax scale goes in before rounding, as in the kernels: it is no power of two, so the rounding depends on it.
+    dscores = weights * (dweights - delta.unsqueeze(-1)) * scale
     weights, dscores = (_grouped(value.to(round_to).to(q.dtype), k) for value in (weights, dscores))
-    dq = (dscores @ k).view(q.shape) * scale
-    dk = dscores.transpose(1, 2) @ _grouped(q, k) * scale
+    dq = (dscores @ k).view(q.shape)
+    dk = dscores.transpose(1, 2) @ _grouped(q, k)
     dv = weights.transpose(1, 2) @ _grouped(dout, k)
     return dq, dk, dv
 

@@ -75,6 +75,7 @@ from marble.kernels.cute.backward_config import (
 )
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
 from marble.kernels.cute.intrinsics import complete_words, math_thread, range_bits, reduce_pair, store_pair
+from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import WorkList
 
 LOG2_E = 1.4426950408889634
@@ -240,7 +241,7 @@ class BackwardSm90:
         A thread block begins with the unit of its own number. It fetches the next one when everything of the last has
         been asked for; then two tiles are still to be computed, which is longer than the fetch takes.
         """
-        lane, grid = cute.arch.lane_idx(), cute.arch.grid_dim()[0]
+        lane = cute.arch.lane_idx()
         items, kv_heads = lists.items.shape[0], operands.k.shape[2]
         group = operands.q.shape[2] // kv_heads
         pieces = group // schedule.few
@@ -248,14 +249,11 @@ class BackwardSm90:
         units = whole + (items - schedule.whole) * kv_heads * pieces
         turn, number, unit = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
         while unit < units:
-            index, kv_head, head, heads = unit // kv_heads, Int32(0), Int32(0), group
-            if unit < whole:
-                kv_head = unit - index * kv_heads
-            else:
-                place = (unit - whole) // pieces
-                index = schedule.whole + place // kv_heads
-                kv_head = place % kv_heads
+            place, head, heads = unit, Int32(0), group
+            if unit >= whole:
+                place = whole + (unit - whole) // pieces
                 head, heads = (unit - whole) % pieces * schedule.few, schedule.few
+            index, kv_head, _ = unit_at(lists, place, kv_heads, Int32(1))
             head += kv_head * group
             field = Int32(0)
             if lane < Field.KV_HEAD:
@@ -266,13 +264,7 @@ class BackwardSm90:
             self._tell(shared, pipes, turn, field)
             number = self._visit_unit(lists, shared, turn, number, visit)
             turn += 1
-            fetched = Int32(0)
-            if lane == 0:
-                fetched = utils.atomic_add_i32(1, schedule.counter.iterator)
-                # Every thread block fetches once in vain, so this is the launch's last fetch.
-                if fetched == units - 1:
-                    schedule.counter[0] = Int32(0)
-            unit = cute.arch.shuffle_sync(fetched, 0) + grid
+            unit = fetch(schedule.counter, units)
         self._tell(shared, pipes, turn, Int32(0))
 
     @cute.jit
@@ -835,13 +827,6 @@ def compile_backward(dtype: torch.dtype, head_dim: int, config: BackwardConfig |
     )
 
 
-@lru_cache
-def _counter(device: torch.device, stream: int) -> Tensor:
-    """The counter of units of launches on a stream. A launch leaves it at 0, as it found it."""
-    del stream
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
 def run_backward(
     q: Tensor,
     k: Tensor,
@@ -866,7 +851,7 @@ def run_backward(
     kv_heads = k.shape[1]
     items, group = work.items.shape[0], heads // kv_heads
     whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
-    counter = _counter(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
     kernel = compile_backward(q.dtype, head_dim, config)
     kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists_of(work), whole, few, counter, scale, grid)

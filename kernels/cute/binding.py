@@ -18,6 +18,7 @@ class Lists(NamedTuple):
     """`WorkList` on the device."""
 
     items: cute.Tensor
+    sections: cute.Tensor
     parts: cute.Tensor
     runs: cute.Tensor
     ranges: cute.Tensor
@@ -26,12 +27,12 @@ class Lists(NamedTuple):
 
 def lists_of(work: WorkList) -> Any:
     """The lists to call a kernel with."""
-    return Lists(work.items, work.parts, work.runs, work.ranges, work.bits)
+    return Lists(work.items, work.sections, work.parts, work.runs, work.ranges, work.bits)
 
 
 def fake_lists() -> Any:
     """Lists of unknown lengths."""
-    tables = ((8,), (4,), (2,), (128,), (128, 4))
+    tables = ((8,), (2,), (4,), (2,), (128,), (128, 4))
     return Lists(*(fake(Int32, cute.sym_int(), *shape, aligned=shape != (2,)) for shape in tables))
 
 

@@ -1,8 +1,9 @@
 """Attention forward for Hopper (SM90): masks as data, softmax state carried between calls.
 
-One thread block stays on each multiprocessor and works through the query blocks that it is dealt. A warp of the first
-warpgroup loads; two warpgroups compute 64 query rows each. Shared-memory stages of keys carry the predicate words of
-partial tiles beside them, so the computing warps never look anything up.
+One thread block stays on each multiprocessor and takes one unit of work, a query block and a head, after the other. Of
+the first warpgroup one warp deals, asking for units ahead of time, and one loads; two warpgroups compute 64 query rows
+each. Shared-memory stages of keys carry the predicate words of partial tiles beside them, so the computing warps never
+look anything up.
 
 Sources: FlashAttention-3 (Shah et al., 2024) for the overlap of softmax and matrix products inside and between
 warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Built on the helpers of flash-attn-4 and
@@ -20,7 +21,6 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cutlass_dsl import min as dsl_min
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline as fa_pipeline
@@ -32,16 +32,22 @@ from torch import Tensor
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
-from marble.kernels.cute.deal import Deal
-from marble.kernels.cute.ordering import afresh, complete
+from marble.kernels.cute.ordering import afresh
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
+from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, WorkList
 
 WARPGROUP = 128
 """Threads of a warpgroup."""
 
-PLACES = 4
-"""Work items in shared memory: one that is written out, one that is computed, one that is loaded, and one to spare."""
+PLACES = 3
+"""Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
+
+ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
+"""What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
+
+FIELDS = 16
+"""Room for that."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,8 @@ class Carried(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Views of shared memory. ``kind`` and ``words`` hold the predicate of the key tile of the same stage, ``item``
-    what the lists say of the last work items, in turn."""
+    """Views of shared memory. ``kind`` and ``words`` hold the predicate of the key tile of the same stage, ``unit``
+    the fields of the last units, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -88,19 +94,21 @@ class Shared(NamedTuple):
     out: cute.Tensor
     kind: cute.Tensor
     words: cute.Tensor
-    item: cute.Tensor
+    unit: cute.Tensor
 
 
 class Pipes(NamedTuple):
     """Who waits for what.
 
+    ``unit``: the dealing warp waits until all eight computing warps have done with a unit, then puts another in its
+    place; the loading warp waits for that. A unit without tiles says stop.
     ``q``, ``k``, ``v``: the loading warp waits until all eight computing warps have released a stage, then fills it;
     they wait until its bytes have arrived. A key stage is released when its scores are complete *and* its predicate
-    has been read, a query tile when it has been read into registers. Every query tile comes with its work item; after
-    the last one an item without a tile says stop. The loading warp is thereby at most two items ahead of the one that
-    is written out, so that `PLACES` suffice.
+    has been read, a query tile when it has been read into registers. Every unit comes with its query tile, except the
+    one that says stop.
     """
 
+    unit: pipeline.PipelineAsync
     q: fa_pipeline.PipelineTmaAsync
     k: fa_pipeline.PipelineTmaAsync
     v: fa_pipeline.PipelineTmaAsync
@@ -123,6 +131,7 @@ class ForwardSm90:
         mLSE: cute.Tensor,
         carried: Carried,
         lists: Lists,
+        counter: cute.Tensor,
         scale_log2: Float32,
         ctas: Int32,
         stream=None,
@@ -130,6 +139,7 @@ class ForwardSm90:
         """Launch. Shapes as in `marble.kernels.contract.Backend.forward`.
 
         Args:
+            counter: see `units.fetch`.
             scale_log2: softmax scale times log₂ e.
             ctas: thread blocks, at most one per multiprocessor.
         """
@@ -146,18 +156,18 @@ class ForwardSm90:
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, tile)
         mma_qk = sm90_utils.make_tiled_mma(self.dtype, "K", "K", BLOCK, "RS", atom_layout_mnk=(2, 1, 1))
         mma_pv = sm90_utils.make_tiled_mma(self.dtype, "K", "MN", self.head_dim, "RS", atom_layout_mnk=(2, 1, 1))
-        deal = Deal(lists.items.shape[0], mQ.shape[2], mK.shape[2], ctas)
 
         tile_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
         kv_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_kv)], 1024]
 
         @cute.struct
         class Storage:
+            unit_bars: cute.struct.MemRange[Int64, 2 * PLACES]
             q_bars: cute.struct.MemRange[Int64, 2]
             k_bars: cute.struct.MemRange[Int64, 2 * stages]
             v_bars: cute.struct.MemRange[Int64, 2 * stages]
             kind: cute.struct.MemRange[Int32, stages]
-            item: cute.struct.MemRange[Int32, 8 * PLACES]
+            unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
             words: cute.struct.Align[cute.struct.MemRange[Int32, masking.WORDS * stages], 128]
             q: tile_struct
             out: tile_struct
@@ -171,8 +181,8 @@ class ForwardSm90:
             mLSE,
             carried,
             lists,
+            counter,
             scale_log2,
-            deal,
             (layout_q, layout_kv),
             (mma_qk, mma_pv),
             Storage,
@@ -180,9 +190,9 @@ class ForwardSm90:
 
     @cute.kernel
     def kernel(
-        self, tmas, atoms, mO, mLSE, carried, lists, scale_log2, deal, layouts, mmas, Storage: cutlass.Constexpr
+        self, tmas, atoms, mO, mLSE, carried, lists, counter, scale_log2, layouts, mmas, Storage: cutlass.Constexpr
     ):
-        """One thread block: a loading warp and two computing warpgroups."""
+        """One thread block: a dealing warp, a loading warp and two computing warpgroups."""
         layout_q, layout_kv = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -196,7 +206,7 @@ class ForwardSm90:
             storage.out.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             storage.kind.get_tensor(cute.make_layout(self.config.stages)),
             storage.words.get_tensor(cute.make_layout((masking.WORDS, self.config.stages))),
-            storage.item.get_tensor(cute.make_layout((8, PLACES))),
+            storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
         )
         producer = pipeline.CooperativeGroup(pipeline.Agent.Thread, 1)
         consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 2 * WARPGROUP // cute.arch.WARP_SIZE)
@@ -209,6 +219,13 @@ class ForwardSm90:
             defer_sync=True,
         )
         pipes = Pipes(
+            pipeline.PipelineAsync.create(
+                barrier_storage=storage.unit_bars.data_ptr(),
+                num_stages=PLACES,
+                producer_group=producer,
+                consumer_group=consumers,
+                defer_sync=True,
+            ),
             pipe(barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
             pipe(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.stages),
             pipe(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.stages),
@@ -219,46 +236,67 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.load_registers)
             if warp == 0:
-                self.load(tmas, atoms, shared, pipes, lists, deal, tile_bytes)
+                self.load(tmas, atoms, shared, pipes, lists, tile_bytes)
+            if warp == 1:
+                self.deal(shared, pipes, lists, counter, tmas[0].shape[2], tmas[1].shape[2])
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
             self.compute(mmas, shared, pipes, mO, mLSE, carried, scale_log2)
 
+    # The dealing warp
+
+    @cute.jit
+    def deal(self, shared, pipes, lists, counter, heads, kv_heads):
+        """Fetch units and write them down, until there are none left."""
+        lane = cute.arch.lane_idx()
+        group = heads // kv_heads
+        units = lists.items.shape[0] * heads
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
+        number = Int32(cute.arch.block_idx()[0])
+        while number < units:
+            item, kv_head, member = unit_at(lists, number, kv_heads, group)
+            field = Int32(0)
+            if lane < HEAD:
+                field = lists.items[item, lane]
+            field = kv_head * group + member if lane == HEAD else field
+            field = kv_head if lane == KV_HEAD else field
+            self.write_unit(shared, pipes, state, field)
+            state.advance()
+            number = fetch(counter, units)
+        self.write_unit(shared, pipes, state, Int32(0))
+
+    @cute.jit
+    def write_unit(self, shared, pipes, state, field):
+        """Every lane writes one field, when the place is free."""
+        pipes.unit.producer_acquire(state)
+        if cute.arch.lane_idx() < FIELDS:
+            shared.unit[cute.arch.lane_idx(), state.index] = field
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            pipes.unit.producer_commit(state)
+
     # The loading warp
 
     @cute.jit
-    def load(self, tmas, atoms, shared, pipes, lists, deal, tile_bytes: cutlass.Constexpr):
-        """Per work item: its query tile, then for each key tile its keys, one tile ahead of its values. What the lists
-        say of the next item is fetched meanwhile."""
+    def load(self, tmas, atoms, shared, pipes, lists, tile_bytes: cutlass.Constexpr):
+        """Per unit: its query tile, then for each key tile its keys, one tile ahead of its values."""
+        unit_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        turn, place = Int32(0), Int32(0)
-        work = deal.at(turn)
-        item = self.item_of(lists.items, work, deal)
-        lane_row, lane_slot = self.parts_from(lists.parts, item[2], item[3])
-        run_row, run_tiles = self.run_from(lists.runs, item[4], item[5])
-        while work < deal.total():
-            row, rows, first_part, parts, first_run, runs, full, touch = item
-            head = deal.head(work)
-            tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, deal.kv_head(head)] for t in tmas[1:])
-            load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
-            load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
-
-            pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
-            with cute.arch.elect_one():
-                for field, value in enumerate((head, row, rows, touch, parts, full, Int32(1))):
-                    shared.item[field, place] = value
-            pipes.q.sync_object_full.arrive_and_expect_tx(q_state.index, tile_bytes)
+        row, first_part, parts, first_run, runs, head, kv_head = self.await_unit(shared, pipes, unit_state)
+        lane_row, lane_slot = self.parts_from(lists.parts, first_part, parts)
+        run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
+        while parts + runs > 0:
+            tma_q, *tma_kv = tmas[0][None, None, head], *(t[None, None, kv_head] for t in tmas[1:])
+            load_k = partial(self.load_tile, atoms[1], tma_kv[0], shared.k, pipes.k)
+            load_v = partial(self.load_tile, atoms[2], tma_kv[1], shared.v, pipes.v)
+            pipes.q.producer_acquire(q_state)
             q_fn, _, _ = copy_utils.tma_get_copy_fn(
                 atoms[0], 0, cute.make_layout(1), self.tile_at(tma_q, row), shared.q, single_stage=True
             )
             q_fn(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
             q_state.advance()
-            place = (place + 1) % PLACES
-            turn += 1
-            work = deal.at(turn)
-            item = self.item_of(lists.items, dsl_min(work, deal.total() - 1), deal)
 
             previous = Int32(-1)
             for i in cutlass.range(parts, unroll=1):
@@ -285,14 +323,16 @@ class ForwardSm90:
                         v_state.advance()
                     previous = key_row
                 run_row, run_tiles = next_row, next_tiles
-            lane_row, lane_slot = self.parts_from(lists.parts, item[2], item[3])
-            run_row, run_tiles = self.run_from(lists.runs, item[4], item[5])
+            unit_state.advance()
+            row, first_part, parts, first_run, runs, head, following = self.await_unit(shared, pipes, unit_state)
+            lane_row, lane_slot = self.parts_from(lists.parts, first_part, parts)
+            run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
             pipes.v.producer_acquire(v_state)
             load_v(previous, v_state)
             v_state.advance()
+            kv_head = following
         pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
         with cute.arch.elect_one():
-            shared.item[6, place] = 0
             cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
         # A thread block must not end before the last arrivals at its barriers.
         for _ in cutlass.range_constexpr(self.config.stages):
@@ -300,10 +340,11 @@ class ForwardSm90:
             v_state.advance()
 
     @cute.jit
-    def item_of(self, items, work, deal):
-        """The row of `WorkList.items` of a pair of item and head."""
-        index = deal.item(work)
-        return tuple(items[index, c] for c in range(8))
+    def await_unit(self, shared, pipes, state):
+        """Of the next unit: query row, partial tiles (first, number), runs (first, number), query and key/value head."""
+        pipes.unit.consumer_wait(state)
+        fields = (ROW, FIRST_PART, PARTS, FIRST_RUN, RUNS, HEAD, KV_HEAD)
+        return tuple(shared.unit[field, state.index] for field in fields)
 
     @cute.jit
     def parts_from(self, parts, first, count):
@@ -385,21 +426,21 @@ class ForwardSm90:
         weigh = partial(sm90_utils.gemm_w_idx, mma_pv, acc_O, fragment_p, fragment_v, zero_init=False)
         step = partial(self.step, scores, weigh, tools, acc_S)
 
+        unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
-        place = Int32(0)
         pipes.q.consumer_wait(q_state)
-        more = shared.item[6, place]
         q_state = self.take_query(tools, q_state)
         pipes.k.consumer_wait(kv_state)
         scores(acc_S, B_idx=kv_state.index, wg_wait=0)
-        self.take_state(tools, carried, place)
-        while more != 0:
-            parts, full = shared.item[4, place], shared.item[5, place]
+        self.take_state(tools, carried, unit.index)
+        parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
+        while parts + full > 0:
             if parts > 0:
                 masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
             release(pipes.k, kv_state)
-            softmax.advance(acc_S)
+            softmax.lead(acc_S)
+            softmax.weigh(acc_S)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
             for _ in cutlass.range(parts - 1, unroll=1):
                 kv_state = step(kv_state, masked=True)
@@ -411,24 +452,26 @@ class ForwardSm90:
             scale_rows(acc_O, softmax.decay)
             pipes.v.consumer_wait(values)
             weigh(B_idx=values.index, wg_wait=-1)
-            self.leave_statistics(tools, carried, mLSE, place)
+            self.leave_statistics(tools, carried, mLSE, unit.index)
             pipes.q.consumer_wait(q_state)
-            following = (place + 1) % PLACES
-            more = shared.item[6, following]
-            if more != 0:
+            done = unit.clone()
+            unit.advance()
+            parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
+            if parts + full > 0:
                 q_state = self.take_query(tools, q_state)
                 pipes.k.consumer_wait(kv_state)
                 scores(acc_S, B_idx=kv_state.index, wg_wait=-1)
                 warpgroup.wait_group(1)
                 release(pipes.v, values)
-                self.leave_accumulator(tools, carried, mO, place)
-                self.take_state(tools, carried, following)
+                self.leave_accumulator(tools, carried, mO, done.index)
+                self.take_state(tools, carried, unit.index)
                 warpgroup.wait_group(0)
             else:
                 warpgroup.wait_group(0)
                 release(pipes.v, values)
-                self.leave_accumulator(tools, carried, mO, place)
-            place = following
+                self.leave_accumulator(tools, carried, mO, done.index)
+            cute.arch.sync_warp()
+            release(pipes.unit, done)
 
     @cute.jit
     def step(self, scores, weigh, tools, acc_S, state, masked: cutlass.Constexpr):
@@ -447,10 +490,12 @@ class ForwardSm90:
         release(pipes.k, state)
         if const_expr(masked):
             masking.apply(acc_S, words)
-        tools.softmax.advance(acc_S)
-        complete(tools.softmax.l[0] + tools.softmax.l[1])
+        tools.softmax.lead(acc_S)
+        # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
+        # one after the other as they are computed.
         warpgroup.wait_group(0)
         release(pipes.v, values)
+        tools.softmax.weigh(acc_S)
         fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
         return state
 
@@ -467,7 +512,7 @@ class ForwardSm90:
     @cute.jit
     def take_state(self, tools, carried, place):
         """Begin with the state of the rows, or as rows that have seen nothing."""
-        head, row, rows, touch = (tools.shared.item[field, place] for field in range(4))
+        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
         tools.softmax.reset()
         tools.acc_O.fill(0.0)
         if touch & int(Touch.FIRST) == 0:
@@ -488,7 +533,7 @@ class ForwardSm90:
     def leave_statistics(self, tools, carried, mLSE, place):
         """Write the log-sum-exp and keep what the output is to be multiplied by, or write m and ℓ. The last values
         may still be being weighed."""
-        head, row, rows, touch = (tools.shared.item[field, place] for field in range(4))
+        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
         softmax, thread = tools.softmax, afresh(tools.thread)
         softmax.reduce()
         last = touch & int(Touch.LAST) != 0
@@ -508,7 +553,7 @@ class ForwardSm90:
     def leave_accumulator(self, tools, carried, mO, place):
         """Write the output, or the accumulator as it is. A thread owns two rows of it, and in each of them pairs of
         neighbouring columns."""
-        head, row, rows, touch = (tools.shared.item[field, place] for field in range(4))
+        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
         if touch & int(Touch.LAST) != 0:
             scale_rows(tools.acc_O, tools.norm)
             self.write_output(tools, mO[None, None, head], row, rows)
@@ -569,6 +614,7 @@ def compile_forward(dtype: torch.dtype, head_dim: int):
         statistics[0],
         Carried(fake(Float32, sym(), sym(), head_dim), *statistics[1:]),
         fake_lists(),
+        fake(Int32, 1, aligned=False),
         Float32(1),
         Int32(1),
         make_fake_stream(),
@@ -588,6 +634,7 @@ def run_forward(
         lse,
         (state.acc, state.m, state.l),
         lists_of(lists),
+        counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
         scale * math.log2(math.e),
         min(sms, len(lists.items) * q.shape[1]),
     )

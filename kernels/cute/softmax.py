@@ -26,7 +26,7 @@ class OnlineSoftmax(ParamsBase):
         scale: softmax scale times log₂ e.
         m: largest score of each row so far; −inf before the first key.
         l: sum of each row's weights over this thread's columns; complete after `reduce`.
-        decay: what the last `advance` asks the accumulator's rows to be multiplied by.
+        decay: what the last `lead` asks the accumulator's rows to be multiplied by.
     """
 
     scale: Float32
@@ -45,9 +45,9 @@ class OnlineSoftmax(ParamsBase):
         self.l.fill(0.0)
 
     @cute.jit
-    def advance(self, scores: cute.Tensor) -> None:
-        """Fold in a tile of scores, −inf where nothing is computed, and turn them into weights."""
-        scale, m, l, decay = self.scale, self.m, self.l, self.decay  # noqa: E741
+    def lead(self, scores: cute.Tensor) -> None:
+        """Raise ``m`` to a tile of scores, −inf where nothing is computed."""
+        scale, m, decay = self.scale, self.m, self.decay
         grid = layout_utils.reshape_acc_to_mn(scores)
         columns = const_expr(cute.size(grid, mode=[1]))
         best = cute.make_rmem_tensor((2, _CHAINS), Float32)
@@ -67,6 +67,13 @@ class OnlineSoftmax(ParamsBase):
             lead = fa_utils.fmax(m[r], top[r])
             decay[r] = cute.math.exp2((m[r] - finite(lead)) * scale, fastmath=True)
             m[r] = lead
+
+    @cute.jit
+    def weigh(self, scores: cute.Tensor) -> None:
+        """Turn the tile of the last `lead` into weights, and add them to ``l``."""
+        scale, m, l, decay = self.scale, self.m, self.l, self.decay  # noqa: E741
+        grid = layout_utils.reshape_acc_to_mn(scores)
+        columns = const_expr(cute.size(grid, mode=[1]))
         reference = [finite(m[r]) * scale for r in range(2)]
         sums = cute.make_rmem_tensor((2, _CHAINS), Float32)
         for c in cutlass.range_constexpr(columns):

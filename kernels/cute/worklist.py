@@ -1,7 +1,11 @@
-"""A call's tiles as the kernels read them: one row of integers per outer block, longest first.
+"""A call's tiles as the kernels read them: one row of integers per outer block, in the order of the work.
 
 The kernels know blocks by the rows that they hold, and walk an outer block's partial tiles, then its runs of full
 tiles. Block tiles and dense varlen sequences lower to the same lists, so one kernel computes both.
+
+The order keeps the L2 cache warm and the end of a launch short: outer blocks that read the same inner rows, as those of
+one sample do, make a section and are computed together, first the sections with the longest outer blocks and in each
+section the longest first.
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ BLOCK = 128
 PARTIAL_COST = 1.1
 """A partial tile's time over a full one's, for the order of the work."""
 
+NOWHERE = 2**30
+"""A row past the end of every tensor, where the copy engine reads zeros."""
+
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
@@ -27,7 +34,9 @@ class WorkList:
 
     Attributes:
         items: int32 [items, 8], an outer block with tiles each: first outer row, outer rows, first partial tile,
-            partial tiles, first run, runs, full tiles (of all its runs), touch. Most tiles first.
+            partial tiles, first run, runs, full tiles (of all its runs), touch. Section by section, and in each the
+            most tiles first.
+        sections: int32 [items, 2], the first item and the number of items of the section that each item is in.
         parts: int32 [partial tiles, 4], (first inner row, slot as in `TileList.parts`, inner rows, 0).
         runs: int32 [runs, 2], (first inner row, full tiles): tile i begins at inner row first + 128 i.
         ranges: int32 [slots, 128] as in `TileList.ranges`.
@@ -35,6 +44,7 @@ class WorkList:
     """
 
     items: Tensor
+    sections: Tensor
     parts: Tensor
     runs: Tensor
     ranges: Tensor
@@ -70,13 +80,17 @@ def _lower_tiles(tiles: Tiles) -> WorkLists:
     queries = torch.stack([first, (tiles.query_rows - first).clamp(max=BLOCK)], 1)
     keys = torch.stack([tiles.key_row, tiles.key_len], 1)
     return WorkLists(
-        _work_list(tiles.by_query, queries, keys, tiles.touch),
-        _work_list(tiles.by_key, keys, queries, torch.zeros_like(tiles.key_row)),
+        _work_list(tiles.by_query, queries, keys, tiles.touch, "amin"),
+        _work_list(tiles.by_key, keys, queries, torch.zeros_like(tiles.key_row), "amax"),
     )
 
 
-def _work_list(tiles: TileList, outer: Tensor, inner: Tensor, touch: Tensor) -> WorkList:
-    """A tile list with its blocks (first row, rows) looked up."""
+def _work_list(tiles: TileList, outer: Tensor, inner: Tensor, touch: Tensor, section_by: str) -> WorkList:
+    """A tile list with its blocks (first row, rows) looked up.
+
+    Causal queries of one sample have their first keys in common, the keys their last queries: sections are outer blocks
+    with the same first ("amin") or last ("amax") inner block.
+    """
     owner, row, blocks = _contiguous_runs(tiles, inner)
     full = torch.zeros(tiles.outer, dtype=torch.int64, device=row.device).index_add_(0, owner, blocks)
     run_ptr = torch.searchsorted(owner, torch.arange(tiles.outer + 1, device=row.device))
@@ -84,8 +98,16 @@ def _work_list(tiles: TileList, outer: Tensor, inner: Tensor, touch: Tensor) -> 
     columns = (outer[:, 0], outer[:, 1], tiles.part_ptr[:-1], parts, run_ptr[:-1], run_ptr.diff(), full, touch)
     chosen = inner[tiles.parts[:, 0].long()]
     resolved = torch.stack([chosen[:, 0], tiles.parts[:, 1], chosen[:, 1], torch.zeros_like(chosen[:, 0])], 1)
+    part_owner = torch.repeat_interleave(torch.arange(tiles.outer, device=row.device), parts.long())
+    ends = torch.cat([row if section_by == "amin" else row + BLOCK * (blocks - 1), chosen[:, 0].long()])
+    section = torch.zeros(tiles.outer, dtype=torch.int64, device=row.device)
+    section.scatter_reduce_(0, torch.cat([owner, part_owner]), ends, section_by, include_self=False)
     return WorkList(
-        _items(columns), resolved, torch.stack([row, blocks], 1).int(), _dense(tiles.ranges), _dense(tiles.bits)
+        *_arranged(columns, section),
+        resolved,
+        torch.stack([row, blocks], 1).int(),
+        _dense(tiles.ranges),
+        _dense(tiles.bits),
     )
 
 
@@ -95,11 +117,26 @@ def _dense(table: Tensor) -> Tensor:
     return table if table.stride() == fresh.stride() else fresh.copy_(table)
 
 
-def _items(columns: tuple[Tensor, ...]) -> Tensor:
-    """The outer blocks that have tiles, most of them first."""
+def _arranged(columns: tuple[Tensor, ...], section: Tensor) -> tuple[Tensor, Tensor]:
+    """`WorkList.items` and `WorkList.sections` of the outer blocks that have tiles.
+
+    Args:
+        columns: the fields of the items, one tensor each.
+        section: int64 [outer blocks], a number that the blocks of a section have in common.
+    """
     items = torch.stack([column.int() for column in columns], 1)
     cost = items[:, 6] + PARTIAL_COST * items[:, 3]
-    return items[torch.argsort(cost, descending=True, stable=True)[: int((cost > 0).sum())]]
+    chosen = cost > 0
+    items, cost = items[chosen], cost[chosen]
+    _, member, sizes = torch.unique(section[chosen], return_inverse=True, return_counts=True)
+    longest = torch.zeros_like(sizes, dtype=cost.dtype).scatter_reduce_(0, member, cost, "amax")
+    order = torch.argsort(cost, descending=True, stable=True)
+    order = order[torch.argsort(member[order], stable=True)]
+    order = order[torch.argsort(longest[member[order]], descending=True, stable=True)]
+    place = torch.argsort(longest, descending=True, stable=True)
+    first = torch.empty_like(sizes)
+    first[place] = sizes[place].cumsum(0) - sizes[place]
+    return items[order], torch.stack([first, sizes], 1)[member[order]].int()
 
 
 def _contiguous_runs(tiles: TileList, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,13 +221,18 @@ def _band_list(
     full_end = torch.where(ragged, full_begin, full_end.maximum(full_begin).minimum(last))
     full = full_end - full_begin
     before, behind = full_begin - first, last - full_end
+    # Query rows that see nothing but are touched get a tile of nothing, so that their state begins and ends.
+    idle = (touch > 0) & (full + before + behind == 0)
+    behind += idle
     owner = torch.repeat_interleave(torch.arange(len(base), device=device), before + behind)
     number = torch.arange(len(owner), device=device) - ((before + behind).cumsum(0) - before - behind)[owner]
     block = torch.where(number < before[owner], first[owner] + number, full_end[owner] + number - before[owner])
-    chosen = inner.first[sequence[owner]] + block
+    inner_row = torch.nn.functional.pad(inner.row, (0, 1), value=NOWHERE)
+    inner_rows = torch.nn.functional.pad(inner.rows, (0, 1))
+    chosen = torch.where(idle[owner], len(inner.row), inner.first[sequence[owner]] + block)
     # Limit of the tile's row 0 in the tile's own columns; rows count up from there.
     corner = base[owner] - BLOCK * block + (1 - strict if low_side else strict)
-    shape = torch.stack([corner.clamp(-BLOCK, BLOCK), outer.rows[owner], inner.rows[chosen]], 1)
+    shape = torch.stack([corner.clamp(-BLOCK, BLOCK), outer.rows[owner], inner_rows[chosen]], 1)
     shapes, slot = torch.unique(shape, dim=0, return_inverse=True) if len(shape) else (shape, owner)
     limit = shapes[:, :1] + torch.arange(BLOCK, device=device)
     columns = shapes[:, 2:]
@@ -202,10 +244,11 @@ def _band_list(
         low, high = limit.clamp(min=0).minimum(columns), columns.expand_as(limit)
     seen = (torch.arange(BLOCK, device=device) < shapes[:, 1:2]) & (low < high)
     words = torch.where(seen, low | high << 8, 0).int()
-    parts = torch.stack([inner.row[chosen], slot, inner.rows[chosen], torch.zeros_like(slot)], 1).int()
+    parts = torch.stack([inner_row[chosen], slot, inner_rows[chosen], torch.zeros_like(slot)], 1).int()
     some = full > 0
     runs = torch.stack([inner.row[(inner.first[sequence] + full_begin)[some]], full[some]], 1).int()
     part_ptr = torch.nn.functional.pad((before + behind).cumsum(0), (1, 0))
     run_ptr = torch.nn.functional.pad(some.long().cumsum(0), (1, 0))
     columns = (outer.row, outer.rows, part_ptr[:-1], part_ptr.diff(), run_ptr[:-1], run_ptr.diff(), full, touch)
-    return WorkList(_items(columns), parts, runs, words, torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device))
+    nothing = torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device)
+    return WorkList(*_arranged(columns, sequence), parts, runs, words, nothing)

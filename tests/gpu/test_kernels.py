@@ -121,6 +121,11 @@ def error(x: Tensor, ref: Tensor) -> float:
     return float((x.double() - ref).norm() / ref.norm())
 
 
+def deviation(x: Tensor, ref: Tensor) -> float:
+    """Root mean square of what differs; unlike `error`, of use where the truth is 0."""
+    return float((x.double() - ref).square().mean().sqrt())
+
+
 def inputs_of(tiles: Tiles, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Inputs:
     return Inputs(tiles.query_rows, int((tiles.key_row + tiles.key_len).max()), heads, head_dim, dtype)
 
@@ -149,8 +154,8 @@ def test_one_call(cute: Backend, call: str, head_dim: int, dtype: torch.dtype, h
         for backend, kind in ((cute, dtype), (REFERENCE, torch.float64), (REFERENCE, dtype))
     )
     for name, ours, ref, rounded in zip(("dq", "dk", "dv"), *results, strict=True):
-        # Added to ones in float32: a third of the error of rounding 1 + x belongs to the sum, not to the kernel.
-        assert error(ours, ref) <= GATE * error(rounded, ref) + 2e-6, name
+        # Added to ones in float32: rounding 1 + x belongs to the sum, not to the kernel.
+        assert deviation(ours, ref) <= GATE * deviation(rounded, ref) + 2e-7, name
 
 
 @each_dim
@@ -185,22 +190,21 @@ def test_state_carried_over_shards(cute: Backend, head_dim: int, shards: int) ->
 @each_dim
 @pytest.mark.parametrize("band", list(Band))
 def test_dense_sequences(cute: Backend, head_dim: int, band: Band) -> None:
-    """Unaligned, empty and one-row sequences; then the rest of the pairs in a second call with carried state."""
+    """Unaligned, empty and one-row sequences; then the rest of the pairs in a second call with carried state. Some
+    rows see nothing in one of the calls, or in both."""
     cu_q, cu_k = torch.tensor([0, 0, 0, 1023, 1024, 1500]), torch.tensor([0, 0, 1, 2046, 2303, 2303])
-    first = Varlen.from_cu_seqlens(cu_q, cu_k, band, Touch.FIRST)
     rest = {Band.CAUSAL: Band.REVERSE_CAUSAL, Band.REVERSE_CAUSAL: Band.CAUSAL}.get(band)
+    touches = {band: BOTH} if rest is None else {band: Touch.FIRST, rest: Touch.LAST}
+    calls = [Varlen.from_cu_seqlens(cu_q, cu_k, *each) for each in touches.items()]
     x = Inputs(1500, 2303, (4, 2), head_dim, torch.bfloat16)
-    calls = [first] if rest is None else [first, Varlen.from_cu_seqlens(cu_q, cu_k, rest, Touch.LAST)]
-    calls[-1] = replace(calls[-1], touch=calls[-1].touch | int(Touch.LAST))
     results = []
     for backend, dtype in ((cute, torch.bfloat16), (REFERENCE, torch.float64), (REFERENCE, torch.bfloat16)):
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         state = State.empty(4, 1500, head_dim, sums, "cuda")
-        out, lse = torch.zeros_like(x.q, dtype=dtype), torch.full((4, 1500), -torch.inf, dtype=sums, device="cuda")
-        state.acc.fill_(0), state.m.fill_(-torch.inf), state.l.fill_(0)
+        out, lse = torch.empty_like(x.q, dtype=dtype), torch.empty(4, 1500, dtype=sums, device="cuda")
+        for tensor in (state.acc, state.m, state.l, out, lse):
+            tensor.fill_(torch.nan)
         for call in calls:
-            # Rows that see no key in the first call are begun here: the kernels leave them alone.
-            call = replace(call, touch=call.touch & ~int(Touch.FIRST)) if rest is not None else call
             args = (t.to(dtype) for t in (x.q, x.k, x.v))
             backend.forward(*args, move(call, "cuda"), state, out, lse, scale=x.scale)
         dq, dk, dv = (

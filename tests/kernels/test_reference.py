@@ -333,7 +333,7 @@ def test_what_is_carried_is_never_rounded(dtype):
 
 
 def test_bfloat16_rounds_where_documented():
-    """Scores, softmax and sums in float32, probabilities and score gradients to bf16 before a product, output once."""
+    """Scores, softmax and sums in float32, probabilities and scaled score gradients to bf16 before a product, output once."""
     x = Attention.random(16, 12, 2, 1, 8, dtype=torch.bfloat16)
     work = sequences([[0, 16]], [[0, 12]], Band.FULL)
     x.forward(work).backward(work)
@@ -347,10 +347,10 @@ def test_bfloat16_rounds_where_documented():
     torch.testing.assert_close(x.lse, lse, rtol=1e-6, atol=1e-6)
     delta = (x.out.float().transpose(0, 1) * dout).sum(2)
     p = (SCALE * scores - x.lse.unsqueeze(2)).exp()
-    ds = (p * (dout @ v.transpose(1, 2) - delta.unsqueeze(2))).bfloat16().float()
+    ds = (p * (dout @ v.transpose(1, 2) - delta.unsqueeze(2)) * SCALE).bfloat16().float()
     # The last bits of a float32 matrix product depend on its shape.
-    torch.testing.assert_close(x.dq, ds @ k * SCALE, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(x.dk[0], (ds.transpose(1, 2) @ q).sum(0) * SCALE, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.dq, ds @ k, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.dk[0], (ds.transpose(1, 2) @ q).sum(0), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(x.dv[0], (p.bfloat16().float().transpose(1, 2) @ dout).sum(0), rtol=1e-4, atol=1e-4)
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from marble.kernels.contract import Band, TileList, Tiles, Touch, Varlen
-from marble.kernels.cute.worklist import BLOCK, WorkList, lower
+from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower
 from marble.kernels.predicates import covered
 
 
@@ -26,7 +26,12 @@ def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
                 mask = (columns >= lo0) & (columns < hi0) | (columns >= lo1) & (columns < hi1)
             else:
                 mask = (work.bits[~slot].long().unsqueeze(2) >> torch.arange(32) & 1).flatten(1).bool()
-            count[row : row + BLOCK, first : first + BLOCK] += mask
+            if first == NOWHERE:
+                assert not mask.any()
+                assert parts == 1
+                assert not runs
+            else:
+                count[row : row + BLOCK, first : first + BLOCK] += mask
         total = 0
         for first, blocks in work.runs[run : run + runs].tolist():
             assert rows == BLOCK
@@ -38,10 +43,19 @@ def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
     return count[:outer_rows, :inner_rows]
 
 
-def longest_first(work: WorkList) -> None:
-    tiles = (work.items[:, 3] + work.items[:, 6]).float() + 0.1 * work.items[:, 3]
-    assert (tiles[:-1] >= tiles[1:]).all()
-    assert (tiles > 0).all()
+def in_order(work: WorkList) -> None:
+    """Sections lie together, those with the longest items first, and each begins with its longest item."""
+    cost = ((work.items[:, 3] + work.items[:, 6]).float() + 0.1 * work.items[:, 3]).tolist()
+    at, longest = 0, float("inf")
+    while at < len(cost):
+        first, items = work.sections[at].tolist()
+        assert first == at
+        assert (work.sections[at : at + items] == work.sections[at]).all()
+        section = cost[at : at + items]
+        assert section == sorted(section, reverse=True)
+        assert longest >= section[0] > 0
+        at, longest = at + items, section[0]
+    assert at == len(work.sections) == len(cost)
 
 
 lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4)
@@ -68,8 +82,11 @@ def test_varlen_computes_its_band(band: Band, queries: list[int], keys: list[int
     assert torch.equal(pairs(work.by_query, q_rows, k_rows), expected)
     assert torch.equal(pairs(work.by_key, k_rows, q_rows), expected.T)
     for side in (work.by_query, work.by_key):
-        longest_first(side)
+        in_order(side)
     assert (work.by_query.items[:, 7] == int(Touch.LAST)).all()
+    ends = {row + rows for row, rows, *_ in work.by_query.items.tolist()}
+    assert {q1 for q0, q1 in bounds[0].tolist() if q0 < q1} <= ends, "rows are touched even if they see nothing"
+    assert (lower(Varlen(*bounds, band, touch * 0)).by_query.parts[:, 0] < NOWHERE).all()
 
 
 def tile_list(run_ptr: list[int], runs: list[list[int]], part_ptr: list[int], parts: list[list[int]]) -> TileList:
@@ -93,7 +110,7 @@ def tiles(runs: list[list[int]], key_row: list[int]) -> Tiles:
 
 def test_runs_are_cut_where_key_blocks_do_not_follow_one_another() -> None:
     work = lower(tiles([[0, 4], [1, 2]], [0, 128, 300, 428, 1000])).by_query
-    longest_first(work)
+    in_order(work)
     by_row = {row: (run, runs) for row, _, _, _, run, runs, _, _ in work.items.tolist()}
     found = {row: work.runs[run : run + runs].tolist() for row, (run, runs) in by_row.items()}
     assert found == {0: [[0, 2], [300, 2]], 128: [[128, 1], [300, 1]]}
