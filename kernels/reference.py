@@ -147,11 +147,13 @@ def differentiate(
     allowed = seen if mask is None else seen & mask
     weights = torch.where(allowed, weights, 0)
     dweights = (_grouped(dout, k) @ v.transpose(1, 2)).view_as(weights)
-    # The softmax scale goes in before rounding, as in the kernels: it is no power of two, so the rounding depends on it.
-    dscores = weights * (dweights - delta.unsqueeze(-1)) * scale
+    # Where the scale goes in matters to rounding, as it is no power of two. As in the kernels: before it, except that
+    # float16 would lose small gradients.
+    early, late = (1.0, scale) if round_to == torch.float16 else (scale, 1.0)
+    dscores = weights * (dweights - delta.unsqueeze(-1)) * early
     weights, dscores = (_grouped(value.to(round_to).to(q.dtype), k) for value in (weights, dscores))
-    dq = (dscores @ k).view(q.shape)
-    dk = dscores.transpose(1, 2) @ _grouped(q, k)
+    dq = (dscores @ k).view(q.shape) * late
+    dk = dscores.transpose(1, 2) @ _grouped(q, k) * late
     dv = weights.transpose(1, 2) @ _grouped(dout, k)
     return dq, dk, dv
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.utils import LayoutEnum
@@ -39,6 +39,9 @@ from marble.kernels.cute.worklist import BLOCK, WorkList
 
 WARPGROUP = 128
 """Threads of a warpgroup."""
+
+STRIP = 16
+"""Rows that a computing warp writes."""
 
 PLACES = 3
 """Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
@@ -147,6 +150,7 @@ class ForwardSm90:
         stages = self.config.stages
         layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile)
         layout_kv = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile, stages)
+        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, (STRIP, self.head_dim), BLOCK // STRIP)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -154,6 +158,9 @@ class ForwardSm90:
         atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, tile)
         atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, tile)
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, tile)
+        atom_o, tma_o = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), (STRIP, self.head_dim)
+        )
         mma_qk = sm90_utils.make_tiled_mma(self.dtype, "K", "K", BLOCK, "RS", atom_layout_mnk=(2, 1, 1))
         mma_pv = sm90_utils.make_tiled_mma(self.dtype, "K", "MN", self.head_dim, "RS", atom_layout_mnk=(2, 1, 1))
 
@@ -175,15 +182,15 @@ class ForwardSm90:
             v: kv_struct
 
         self.kernel(
-            (tma_q, tma_k, tma_v),
-            (atom_q, atom_k, atom_v),
+            (tma_q, tma_k, tma_v, tma_o),
+            (atom_q, atom_k, atom_v, atom_o),
             mO,
             mLSE,
             carried,
             lists,
             counter,
             scale_log2,
-            (layout_q, layout_kv),
+            (layout_q, layout_kv, layout_o),
             (mma_qk, mma_pv),
             Storage,
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -193,7 +200,7 @@ class ForwardSm90:
         self, tmas, atoms, mO, mLSE, carried, lists, counter, scale_log2, layouts, mmas, Storage: cutlass.Constexpr
     ):
         """One thread block: a dealing warp, a loading warp and two computing warpgroups."""
-        layout_q, layout_kv = layouts
+        layout_q, layout_kv, layout_o = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in atoms:
@@ -203,7 +210,7 @@ class ForwardSm90:
             storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             storage.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
             storage.v.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
-            storage.out.get_tensor(layout_q.outer, swizzle=layout_q.inner),
+            storage.out.get_tensor(layout_o.outer, swizzle=layout_o.inner),
             storage.kind.get_tensor(cute.make_layout(self.config.stages)),
             storage.words.get_tensor(cute.make_layout((masking.WORDS, self.config.stages))),
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
@@ -241,7 +248,7 @@ class ForwardSm90:
                 self.deal(shared, pipes, lists, counter, tmas[0].shape[2], tmas[1].shape[2])
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            self.compute(mmas, shared, pipes, mO, mLSE, carried, scale_log2)
+            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, scale_log2)
 
     # The dealing warp
 
@@ -288,9 +295,9 @@ class ForwardSm90:
         lane_row, lane_slot = self.parts_from(lists.parts, first_part, parts)
         run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
-            tma_q, *tma_kv = tmas[0][None, None, head], *(t[None, None, kv_head] for t in tmas[1:])
-            load_k = partial(self.load_tile, atoms[1], tma_kv[0], shared.k, pipes.k)
-            load_v = partial(self.load_tile, atoms[2], tma_kv[1], shared.v, pipes.v)
+            tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, kv_head] for t in tmas[1:3])
+            load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
+            load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
             pipes.q.producer_acquire(q_state)
             q_fn, _, _ = copy_utils.tma_get_copy_fn(
                 atoms[0], 0, cute.make_layout(1), self.tile_at(tma_q, row), shared.q, single_stage=True
@@ -395,7 +402,7 @@ class ForwardSm90:
     # The computing warpgroups
 
     @cute.jit
-    def compute(self, mmas, shared, pipes, mO, mLSE, carried, scale_log2):
+    def compute(self, mmas, shared, pipes, output, mLSE, carried, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
         mma_qk, mma_pv = mmas
@@ -423,7 +430,7 @@ class ForwardSm90:
         )
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((BLOCK, BLOCK)), Float32)
         scores = partial(sm90_utils.gemm_w_idx, mma_qk, tCrA=fragment_q, tCrB=fragment_k, zero_init=True)
-        weigh = partial(sm90_utils.gemm_w_idx, mma_pv, acc_O, fragment_p, fragment_v, zero_init=False)
+        weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
         step = partial(self.step, scores, weigh, tools, acc_S)
 
         unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
@@ -433,7 +440,7 @@ class ForwardSm90:
         q_state = self.take_query(tools, q_state)
         pipes.k.consumer_wait(kv_state)
         scores(acc_S, B_idx=kv_state.index, wg_wait=0)
-        self.take_state(tools, carried, unit.index)
+        begun = self.take_state(tools, carried, unit.index)
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
             if parts > 0:
@@ -443,15 +450,17 @@ class ForwardSm90:
             softmax.weigh(acc_S)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
             for _ in cutlass.range(parts - 1, unroll=1):
-                kv_state = step(kv_state, masked=True)
+                kv_state = step(kv_state, begun, masked=True)
+                begun = Boolean(True)
             for _ in cutlass.range(full - (1 if parts == 0 else 0), unroll=1):
-                kv_state = step(kv_state, masked=False)
+                kv_state = step(kv_state, begun, masked=False)
+                begun = Boolean(True)
 
             values = kv_state.clone()
             kv_state.advance()
             scale_rows(acc_O, softmax.decay)
             pipes.v.consumer_wait(values)
-            weigh(B_idx=values.index, wg_wait=-1)
+            weigh(values.index, begun)
             self.leave_statistics(tools, carried, mLSE, unit.index)
             pipes.q.consumer_wait(q_state)
             done = unit.clone()
@@ -463,19 +472,21 @@ class ForwardSm90:
                 scores(acc_S, B_idx=kv_state.index, wg_wait=-1)
                 warpgroup.wait_group(1)
                 release(pipes.v, values)
-                self.leave_accumulator(tools, carried, mO, done.index)
-                self.take_state(tools, carried, unit.index)
+                self.leave_accumulator(tools, carried, output, done.index)
+                begun = self.take_state(tools, carried, unit.index)
                 warpgroup.wait_group(0)
             else:
                 warpgroup.wait_group(0)
                 release(pipes.v, values)
-                self.leave_accumulator(tools, carried, mO, done.index)
+                self.leave_accumulator(tools, carried, output, done.index)
             cute.arch.sync_warp()
             release(pipes.unit, done)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(self, scores, weigh, tools, acc_S, state, masked: cutlass.Constexpr):
-        """Scores and softmax of the next tile while the values of this one are weighed."""
+    def step(self, scores, weigh, tools, acc_S, state, begun, masked: cutlass.Constexpr):
+        """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
+        if it has not ``begun``."""
         pipes, shared = tools.pipes, tools.shared
         values = state.clone()
         state.advance()
@@ -483,7 +494,7 @@ class ForwardSm90:
         scores(acc_S, B_idx=state.index, wg_wait=-1)
         pipes.v.consumer_wait(values, pipes.v.consumer_try_wait(values))
         scale_rows(tools.acc_O, tools.softmax.decay)
-        weigh(B_idx=values.index, wg_wait=-1)
+        weigh(values.index, begun)
         if const_expr(masked):
             words = masking.read_words(shared.kind, shared.words, state.index, tools.thread)
         warpgroup.wait_group(1)
@@ -511,11 +522,11 @@ class ForwardSm90:
 
     @cute.jit
     def take_state(self, tools, carried, place):
-        """Begin with the state of the rows, or as rows that have seen nothing."""
+        """Begin with the state of the rows, or as rows that have seen nothing; whether the accumulator has begun."""
         head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
         tools.softmax.reset()
-        tools.acc_O.fill(0.0)
-        if touch & int(Touch.FIRST) == 0:
+        begun = touch & int(Touch.FIRST) == 0
+        if begun:
             thread = afresh(tools.thread)
             m, l = tools.softmax.m, tools.softmax.l  # noqa: E741
             gmem = self.own_elements(carried.acc[head, None, None], row, tools.mma_pv, thread)
@@ -528,6 +539,7 @@ class ForwardSm90:
                     if thread % 4 == 0:
                         l[r] = carried.l[head, row + local]
                     cute.copy(pair, gmem[(None, r, None), 0, 0], tools.acc_O[(None, r, None), 0, 0])
+        return begun
 
     @cute.jit
     def leave_statistics(self, tools, carried, mLSE, place):
@@ -536,27 +548,26 @@ class ForwardSm90:
         head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
         softmax, thread = tools.softmax, afresh(tools.thread)
         softmax.reduce()
-        last = touch & int(Touch.LAST) != 0
-        if last:
+        local = masking.row_of(thread)
+        if touch & int(Touch.LAST) != 0:
             softmax.finish(tools.norm)
-        if thread % 4 == 0:
             for r in cutlass.range_constexpr(2):
-                local = masking.row_of(thread) + 8 * r
-                if local < rows:
-                    if last:
-                        mLSE[head, row + local] = softmax.l[r]
-                    else:
-                        carried.m[head, row + local] = softmax.m[r]
-                        carried.l[head, row + local] = softmax.l[r]
+                if thread % 4 == 0 and local + 8 * r < rows:
+                    mLSE[head, row + local + 8 * r] = softmax.l[r]
+        else:
+            for r in cutlass.range_constexpr(2):
+                if thread % 4 == 0 and local + 8 * r < rows:
+                    carried.m[head, row + local + 8 * r] = softmax.m[r]
+                    carried.l[head, row + local + 8 * r] = softmax.l[r]
 
     @cute.jit
-    def leave_accumulator(self, tools, carried, mO, place):
+    def leave_accumulator(self, tools, carried, output, place):
         """Write the output, or the accumulator as it is. A thread owns two rows of it, and in each of them pairs of
         neighbouring columns."""
         head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
         if touch & int(Touch.LAST) != 0:
             scale_rows(tools.acc_O, tools.norm)
-            self.write_output(tools, mO[None, None, head], row, rows)
+            self.write_output(tools, output, head, row, rows)
         else:
             thread = afresh(tools.thread)
             gmem = self.own_elements(carried.acc[head, None, None], row, tools.mma_pv, thread)
@@ -566,32 +577,63 @@ class ForwardSm90:
                     cute.copy(pair, tools.acc_O[(None, r, None), 0, 0], gmem[(None, r, None), 0, 0])
 
     @cute.jit
-    def write_output(self, tools, mO, row, rows):
-        """Each warp passes its own 16 rows through shared memory, so that they leave in 16-byte pieces."""
+    def write_output(self, tools, output, head, row, rows):
+        """Each warp passes its own 16 rows through shared memory; they leave by TMA, or row by row if some of them do
+        not belong to the block."""
+        atom, tma, mO = output
         thread, smem = afresh(tools.thread), tools.shared.out
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         rounded = cute.make_rmem_tensor_like(tools.acc_O, self.dtype)
         fa_utils.cvt_f16(tools.acc_O, rounded)
-        atom = fa_utils.get_smem_store_atom(90, self.dtype)
-        store = cute.make_tiled_copy_C(atom, tools.mma_pv).get_slice(thread)
-        # The reads of the work item before must be over in every lane.
+        store = cute.make_tiled_copy_C(fa_utils.get_smem_store_atom(90, self.dtype), tools.mma_pv).get_slice(thread)
+        # What read the strip before must be over.
+        if lane == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        cute.copy(atom, store.retile(rounded), store.partition_D(smem))
-        cute.arch.sync_warp()
-        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        copy = copy_utils.tiled_copy_2d(self.dtype, self.head_dim // 8, 32, 8).get_slice(lane)
-        strip = (16, self.head_dim)
-        source = copy.partition_S(cute.local_tile(smem, strip, (warp, 0)))
-        target = copy.partition_D(cute.local_tile(self.tile_at(mO, row), strip, (warp, 0)))
-        where = copy.partition_S(cute.local_tile(cute.make_identity_tensor((BLOCK, self.head_dim)), strip, (warp, 0)))
-        pieces = cute.make_rmem_tensor_like(source)
-        cute.autovec_copy(source, pieces)
-        for i in cutlass.range_constexpr(cute.size(pieces, mode=[1])):
-            if where[0, i, 0][0] < rows:
-                cute.copy(copy, pieces[None, i, None], target[None, i, None])
+        whole = cute.group_modes(layout_utils.select(smem, [0, 2, 1]), 0, 2)
+        cute.copy(store, store.retile(rounded), store.partition_D(whole))
+        strip = smem[None, None, warp]
+        target = cute.domain_offset((row + STRIP * warp, 0), mO[None, None, head])
+        if STRIP * (warp + 1) <= rows:
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            whole_strip = cute.local_tile(
+                cute.domain_offset((row + STRIP * warp, 0), tma[None, None, head]), (STRIP, self.head_dim), (0, 0)
+            )
+            s, g = cpasync.tma_partition(
+                atom, 0, cute.make_layout(1), cute.group_modes(strip, 0, 2), cute.group_modes(whole_strip, 0, 2)
+            )
+            if lane == 0:
+                cute.copy(atom, s, g)
+                cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.sync_warp()
+            copy = copy_utils.tiled_copy_2d(self.dtype, self.head_dim // 8, 32, 8).get_slice(lane)
+            pieces = copy.partition_S(strip)
+            shape = (STRIP, self.head_dim)
+            where = copy.partition_S(cute.make_identity_tensor(shape))
+            places = copy.partition_D(cute.local_tile(target, shape, (0, 0)))
+            held = cute.make_rmem_tensor_like(pieces)
+            cute.autovec_copy(pieces, held)
+            for i in cutlass.range_constexpr(cute.size(held, mode=[1])):
+                if STRIP * warp + where[0, i, 0][0] < rows:
+                    cute.copy(copy, held[None, i, None], places[None, i, None])
 
     def own_elements(self, tensor, row, mma_pv, thread):
         """This thread's elements of 128 rows of [rows, d]: ((pair, row, column group), 1, 1)."""
         return mma_pv.get_slice(thread).partition_C(self.tile_at(tensor, row))
+
+
+@cute.jit
+def add_product(mma, acc, a, b, stage, begun):
+    """Start a · b[stage], added to ``acc`` or, if it has not ``begun``, in its place."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, begun)
+    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k, stage], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
 
 
 @cute.jit

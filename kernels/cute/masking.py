@@ -10,8 +10,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.cutlass_dsl import max as dsl_max
-from cutlass.cutlass_dsl import min as dsl_min
 from flash_attn.cute import utils as fa_utils
 from quack import layout_utils
 
@@ -47,10 +45,7 @@ def read_words(kinds: cute.Tensor, words: cute.Tensor, stage: Int32, thread: Int
     answer = cute.make_rmem_tensor(2, Uint32)
     if kinds[stage] == RANGES:
         for r in cutlass.range_constexpr(2):
-            word = Uint32(words[row + 8 * r, stage])
-            first = between(word & 255, word >> 8 & 255, quad)
-            second = between(word >> 16 & 255, word >> 24, quad)
-            answer[r] = first | second
+            answer[r] = range_bits(Uint32(words[row + 8 * r, stage]), quad)
     else:
         for r in cutlass.range_constexpr(2):
             gathered = Uint32(0)
@@ -68,19 +63,25 @@ def row_of(thread: Int32) -> Int32:
 
 
 @cute.jit
-def between(low: Uint32, high: Uint32, quad: Int32) -> Uint32:
-    """Bits of a thread's columns in [low, high)."""
-    every = Uint32(0xFFFFFFFF)
+def range_bits(word: Uint32, quad: Int32) -> Uint32:
+    """Bits of a thread's columns in the two ranges of a word."""
+    count = columns_below(word, Uint32(quad))
     # PTX shifts by 32 and more give 0.
-    below_high = fa_utils.shr_u32(every, Uint32(32 - columns_below(Int32(high), quad)))
-    from_low = fa_utils.shl_u32(every, Uint32(columns_below(Int32(low), quad)))
-    return below_high & from_low
+    beyond = [fa_utils.shl_u32(Uint32(0xFFFFFFFF), count >> 8 * i & 255) for i in range(4)]
+    return (beyond[0] & ~beyond[1]) | (beyond[2] & ~beyond[3])
 
 
 @cute.jit
-def columns_below(limit: Int32, quad: Int32) -> Int32:
-    """How many of the columns 8j + 2·quad + {0, 1} are below ``limit``."""
-    return limit // 8 * 2 + dsl_max(0, dsl_min(2, limit % 8 - 2 * quad))
+def columns_below(limits: Uint32, quad: Uint32) -> Uint32:
+    """How many of the columns 8j + 2·quad + {0, 1} are below each of four limits of at most 128, one in each byte.
+
+    With x = limit − 2·quad that is 2·⌊x / 8⌋ + min(x mod 8, 2), and 0 if x < 0; 8 more make all bytes positive.
+    """
+    one = Uint32(0x01010101)
+    x = limits + (8 * one - 2 * quad * one)
+    both = (x >> 1 | x >> 2) & one
+    either = x & ~both & one
+    return (x >> 2 & 0x3E * one) + either + 2 * both - 2 * one
 
 
 @cute.jit

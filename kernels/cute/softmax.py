@@ -94,13 +94,12 @@ class OnlineSoftmax(ParamsBase):
     @cute.jit
     def finish(self, norm: cute.Tensor) -> None:
         """After `reduce`: put what normalises the accumulator's rows into ``norm`` and the natural log-sum-exp into
-        ``l``; anything finite and −inf for rows without keys, whose accumulator is 0."""
+        ``l``; 1 and −inf for rows without keys, whose accumulator is 0."""
         for r in cutlass.range_constexpr(2):
-            seen = self.l[r] > 0.0
-            total = self.l[r] if seen else Float32(1.0)
-            norm[r] = cute.arch.rcp_approx(total)
-            log2_sum = self.m[r] * self.scale + cute.math.log2(total, fastmath=True)
-            self.l[r] = log2_sum * Float32(math.log(2)) if seen else -Float32.inf
+            # The largest weight is 1, so the sum of a row with keys is no less.
+            norm[r] = cute.arch.rcp_approx(fa_utils.fmax(self.l[r], Float32(1.0)))
+            log2_sum = self.m[r] * self.scale + cute.math.log2(self.l[r], fastmath=True)
+            self.l[r] = log2_sum * Float32(math.log(2))
 
 
 @cute.jit

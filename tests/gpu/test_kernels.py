@@ -154,8 +154,8 @@ def test_one_call(cute: Backend, call: str, head_dim: int, dtype: torch.dtype, h
         for backend, kind in ((cute, dtype), (REFERENCE, torch.float64), (REFERENCE, dtype))
     )
     for name, ours, ref, rounded in zip(("dq", "dk", "dv"), *results, strict=True):
-        # Added to ones in float32: rounding 1 + x belongs to the sum, not to the kernel.
-        assert deviation(ours, ref) <= GATE * deviation(rounded, ref) + 2e-7, name
+        # Added to ones in float32: rounding 1 + x belongs to the sums, and so does a gradient that cancels to 0.
+        assert deviation(ours, ref) <= GATE * deviation(rounded, ref) + 1e-6, name
 
 
 @each_dim
