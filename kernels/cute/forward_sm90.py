@@ -1,9 +1,9 @@
 """Attention forward for Hopper (SM90): masks as data, softmax state carried between calls.
 
 One thread block stays on each multiprocessor and takes one unit of work, a query block and a head, after the other. Of
-the first warpgroup one warp deals, asking for units ahead of time, and one loads; two warpgroups compute 64 query rows
-each. Shared-memory stages of keys carry the predicate words of partial tiles beside them, so the computing warps never
-look anything up.
+the first warpgroup one warp deals, asking for units ahead of time, one loads, and two turn the predicates of partial
+tiles into bits, which lie beside the keys in shared memory; two warpgroups compute 64 query rows each and never look
+anything up.
 
 Sources: FlashAttention-3 (Shah et al., 2024) for the overlap of softmax and matrix products inside and between
 warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Built on the helpers of flash-attn-4 and
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.utils import LayoutEnum
@@ -32,7 +32,7 @@ from torch import Tensor
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
-from marble.kernels.cute.ordering import afresh
+from marble.kernels.cute.ordering import afresh, store_if
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, WorkList
@@ -48,6 +48,9 @@ PLACES = 3
 
 ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
 """What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
+
+MASK_WARPS = 2
+"""Each for the rows of one computing warpgroup."""
 
 FIELDS = 16
 """Room for that."""
@@ -88,27 +91,27 @@ class Carried(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Views of shared memory. ``kind`` and ``words`` hold the predicate of the key tile of the same stage, ``unit``
-    the fields of the last units, in turn."""
+    """Views of shared memory. ``bits`` holds the predicate of the key tile of the same stage, ``unit`` the fields of the
+    last units, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     out: cute.Tensor
-    kind: cute.Tensor
-    words: cute.Tensor
+    bits: cute.Tensor
     unit: cute.Tensor
 
 
 class Pipes(NamedTuple):
     """Who waits for what.
 
-    ``unit``: the dealing warp waits until all eight computing warps have done with a unit, then puts another in its
-    place; the loading warp waits for that. A unit without tiles says stop.
+    ``unit``: the dealing warp waits until the computing and the mask warps have done with a unit, then puts another in
+    its place; the loading and the mask warps wait for that. A unit without tiles says stop.
     ``q``, ``k``, ``v``: the loading warp waits until all eight computing warps have released a stage, then fills it;
     they wait until its bytes have arrived. A key stage is released when its scores are complete *and* its predicate
     has been read, a query tile when it has been read into registers. Every unit comes with its query tile, except the
-    one that says stop.
+    one that says stop. For the two mask warps, which wait and arrive like the loading warp if a key tile is partial,
+    that arrives itself if the tile is full.
     """
 
     unit: pipeline.PipelineAsync
@@ -173,9 +176,8 @@ class ForwardSm90:
             q_bars: cute.struct.MemRange[Int64, 2]
             k_bars: cute.struct.MemRange[Int64, 2 * stages]
             v_bars: cute.struct.MemRange[Int64, 2 * stages]
-            kind: cute.struct.MemRange[Int32, stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
-            words: cute.struct.Align[cute.struct.MemRange[Int32, masking.WORDS * stages], 128]
+            bits: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * BLOCK * stages], 128]
             q: tile_struct
             out: tile_struct
             k: kv_struct
@@ -211,17 +213,14 @@ class ForwardSm90:
             storage.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
             storage.v.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
             storage.out.get_tensor(layout_o.outer, swizzle=layout_o.inner),
-            storage.kind.get_tensor(cute.make_layout(self.config.stages)),
-            storage.words.get_tensor(cute.make_layout((masking.WORDS, self.config.stages))),
+            storage.bits.get_tensor(cute.make_layout((4, BLOCK, self.config.stages))),
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
         )
-        producer = pipeline.CooperativeGroup(pipeline.Agent.Thread, 1)
-        consumers = pipeline.CooperativeGroup(pipeline.Agent.Thread, 2 * WARPGROUP // cute.arch.WARP_SIZE)
+        warps = [pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, 1 + MASK_WARPS, 8, 8 + MASK_WARPS)]
         tile_bytes = cute.size_in_bytes(self.dtype, layout_q)
         pipe = partial(
             fa_pipeline.PipelineTmaAsync.create,
-            producer_group=producer,
-            consumer_group=consumers,
+            consumer_group=warps[2],
             tx_count=tile_bytes,
             defer_sync=True,
         )
@@ -229,13 +228,13 @@ class ForwardSm90:
             pipeline.PipelineAsync.create(
                 barrier_storage=storage.unit_bars.data_ptr(),
                 num_stages=PLACES,
-                producer_group=producer,
-                consumer_group=consumers,
+                producer_group=warps[0],
+                consumer_group=warps[3],
                 defer_sync=True,
             ),
-            pipe(barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
-            pipe(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.stages),
-            pipe(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.stages),
+            pipe(producer_group=warps[0], barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
+            pipe(producer_group=warps[1], barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.stages),
+            pipe(producer_group=warps[0], barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.stages),
         )
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(1, 1))
@@ -243,9 +242,11 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.config.load_registers)
             if warp == 0:
-                self.load(tmas, atoms, shared, pipes, lists, tile_bytes)
+                self.load(tmas, atoms, shared, pipes, lists)
             if warp == 1:
                 self.deal(shared, pipes, lists, counter, tmas[0].shape[2], tmas[1].shape[2])
+            if warp >= 2:
+                self.mask(shared, pipes, lists, warp - 2)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
             self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, scale_log2)
@@ -285,14 +286,14 @@ class ForwardSm90:
     # The loading warp
 
     @cute.jit
-    def load(self, tmas, atoms, shared, pipes, lists, tile_bytes: cutlass.Constexpr):
+    def load(self, tmas, atoms, shared, pipes, lists):
         """Per unit: its query tile, then for each key tile its keys, one tile ahead of its values."""
         unit_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         row, first_part, parts, first_run, runs, head, kv_head = self.await_unit(shared, pipes, unit_state)
-        lane_row, lane_slot = self.parts_from(lists.parts, first_part, parts)
+        lane_row = self.parts_from(lists.parts, first_part, parts, 0)
         run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
             tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, kv_head] for t in tmas[1:3])
@@ -308,9 +309,10 @@ class ForwardSm90:
             previous = Int32(-1)
             for i in cutlass.range(parts, unroll=1):
                 if i > 0 and i % 32 == 0:
-                    lane_row, lane_slot = self.parts_from(lists.parts, first_part + i, parts - i)
-                key_row, slot = (cute.arch.shuffle_sync(x, i % 32) for x in (lane_row, lane_slot))
-                self.load_masked_keys(load_k, shared, pipes.k, lists, slot, key_row, k_state, tile_bytes)
+                    lane_row = self.parts_from(lists.parts, first_part + i, parts - i, 0)
+                key_row = cute.arch.shuffle_sync(lane_row, i % 32)
+                pipes.k.producer_acquire(k_state)
+                load_k(key_row, k_state)
                 k_state.advance()
                 if previous >= 0:
                     pipes.v.producer_acquire(v_state)
@@ -322,6 +324,8 @@ class ForwardSm90:
                 for i in cutlass.range(run_tiles, unroll=1):
                     key_row = run_row + BLOCK * i
                     pipes.k.producer_acquire(k_state)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(pipes.k.producer_get_barrier(k_state), arrive_count=MASK_WARPS)
                     load_k(key_row, k_state)
                     k_state.advance()
                     if previous >= 0:
@@ -332,7 +336,7 @@ class ForwardSm90:
                 run_row, run_tiles = next_row, next_tiles
             unit_state.advance()
             row, first_part, parts, first_run, runs, head, following = self.await_unit(shared, pipes, unit_state)
-            lane_row, lane_slot = self.parts_from(lists.parts, first_part, parts)
+            lane_row = self.parts_from(lists.parts, first_part, parts, 0)
             run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
             pipes.v.producer_acquire(v_state)
             load_v(previous, v_state)
@@ -354,12 +358,12 @@ class ForwardSm90:
         return tuple(shared.unit[field, state.index] for field in fields)
 
     @cute.jit
-    def parts_from(self, parts, first, count):
-        """Key row and slot of up to 32 partial tiles, one per lane."""
-        row, slot, lane = Int32(0), Int32(0), cute.arch.lane_idx()
+    def parts_from(self, parts, first, count, column: cutlass.Constexpr):
+        """A column of up to 32 partial tiles, one per lane."""
+        found, lane = Int32(0), cute.arch.lane_idx()
         if lane < count:
-            row, slot = parts[first + lane, 0], parts[first + lane, 1]
-        return row, slot
+            found = parts[first + lane, column]
+        return found
 
     @cute.jit
     def run_from(self, runs, index, count):
@@ -368,20 +372,6 @@ class ForwardSm90:
         if count > 0:
             row, tiles = runs[index, 0], runs[index, 1]
         return row, tiles
-
-    @cute.jit
-    def load_masked_keys(self, load_k, shared, pipe, lists, slot, key_row, state, tile_bytes: cutlass.Constexpr):
-        """A key tile with the predicate of its partial tile. The kind is written before the arrival that the
-        computing warps wait for."""
-        pipe.sync_object_empty.wait(state.index, state.phase)
-        kind = masking.RANGES if slot >= 0 else masking.BITS
-        with cute.arch.elect_one():
-            shared.kind[state.index] = kind
-        extra = masking.RANGE_BYTES if slot >= 0 else masking.BIT_BYTES
-        pipe.sync_object_full.arrive_and_expect_tx(state.index, tile_bytes + extra)
-        load_k(key_row, state)
-        barrier = pipe.producer_get_barrier(state)
-        masking.load_words(lists.ranges, lists.bits, slot, shared.words[None, state.index], barrier)
 
     @cute.jit
     def load_tile(self, atom, tma, smem, pipe, row, state):
@@ -398,6 +388,38 @@ class ForwardSm90:
     def tile_at(self, tensor, row):
         """[128, d] from ``row`` of [rows, d]."""
         return cute.local_tile(cute.domain_offset((row, 0), tensor), (BLOCK, self.head_dim), (0, 0))
+
+    # The mask warps
+
+    @cute.jit
+    def mask(self, shared, pipes, lists, half):
+        """Write the bits of a ``half`` of the rows of each partial tile."""
+        unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
+        lane, stages = cute.arch.lane_idx(), self.config.stages
+        tile = Int32(0)
+        pipes.unit.consumer_wait(unit)
+        first, parts, full = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL))
+        while parts + full > 0:
+            lane_slot = Int32(0)
+            for i in cutlass.range(parts, unroll=1):
+                if i % 32 == 0:
+                    lane_slot = self.parts_from(lists.parts, first + i, parts - i, 1)
+                slot = cute.arch.shuffle_sync(lane_slot, i % 32)
+                rows = [64 * half + lane + 32 * k for k in range(2)]
+                bits = [masking.row_bits(lists.ranges, lists.bits, slot, row) for row in rows]
+                stage = (tile + i) % stages
+                pipes.k.sync_object_empty.wait(stage, (tile + i) // stages % 2 ^ 1)
+                for k in cutlass.range_constexpr(2):
+                    cute.autovec_copy(bits[k], shared.bits[None, rows[k], stage])
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(pipes.k.sync_object_full.get_barrier(stage))
+            tile += parts + full
+            cute.arch.sync_warp()
+            release(pipes.unit, unit)
+            unit.advance()
+            pipes.unit.consumer_wait(unit)
+            first, parts, full = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL))
 
     # The computing warpgroups
 
@@ -444,11 +466,12 @@ class ForwardSm90:
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
             if parts > 0:
-                masking.apply(acc_S, masking.read_words(shared.kind, shared.words, kv_state.index, thread))
+                masking.apply(acc_S, masking.own_bits(shared.bits[None, None, kv_state.index], thread))
             release(pipes.k, kv_state)
             softmax.lead(acc_S)
             softmax.weigh(acc_S)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
+            rescale(acc_O, softmax.decay)
             for _ in cutlass.range(parts - 1, unroll=1):
                 kv_state = step(kv_state, begun, masked=True)
                 begun = Boolean(True)
@@ -458,16 +481,15 @@ class ForwardSm90:
 
             values = kv_state.clone()
             kv_state.advance()
-            scale_rows(acc_O, softmax.decay)
+            pipes.q.consumer_wait(q_state)
+            q_state = self.take_query(tools, q_state)
             pipes.v.consumer_wait(values)
             weigh(values.index, begun)
             self.leave_statistics(tools, carried, mLSE, unit.index)
-            pipes.q.consumer_wait(q_state)
             done = unit.clone()
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
             if parts + full > 0:
-                q_state = self.take_query(tools, q_state)
                 pipes.k.consumer_wait(kv_state)
                 scores(acc_S, B_idx=kv_state.index, wg_wait=-1)
                 warpgroup.wait_group(1)
@@ -493,14 +515,13 @@ class ForwardSm90:
         pipes.k.consumer_wait(state, pipes.k.consumer_try_wait(state))
         scores(acc_S, B_idx=state.index, wg_wait=-1)
         pipes.v.consumer_wait(values, pipes.v.consumer_try_wait(values))
-        scale_rows(tools.acc_O, tools.softmax.decay)
         weigh(values.index, begun)
         if const_expr(masked):
-            words = masking.read_words(shared.kind, shared.words, state.index, tools.thread)
+            bits = masking.own_bits(shared.bits[None, None, state.index], tools.thread)
         warpgroup.wait_group(1)
         release(pipes.k, state)
         if const_expr(masked):
-            masking.apply(acc_S, words)
+            masking.apply(acc_S, bits)
         tools.softmax.lead(acc_S)
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
         # one after the other as they are computed.
@@ -508,6 +529,7 @@ class ForwardSm90:
         release(pipes.v, values)
         tools.softmax.weigh(acc_S)
         fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
+        rescale(tools.acc_O, tools.softmax.decay)
         return state
 
     @cute.jit
@@ -548,17 +570,20 @@ class ForwardSm90:
         head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
         softmax, thread = tools.softmax, afresh(tools.thread)
         softmax.reduce()
-        local = masking.row_of(thread)
         if touch & int(Touch.LAST) != 0:
             softmax.finish(tools.norm)
-            for r in cutlass.range_constexpr(2):
-                if thread % 4 == 0 and local + 8 * r < rows:
-                    mLSE[head, row + local + 8 * r] = softmax.l[r]
+            self.write_statistic(mLSE, softmax.l, head, row, rows, thread)
         else:
-            for r in cutlass.range_constexpr(2):
-                if thread % 4 == 0 and local + 8 * r < rows:
-                    carried.m[head, row + local + 8 * r] = softmax.m[r]
-                    carried.l[head, row + local + 8 * r] = softmax.l[r]
+            self.write_statistic(carried.m, softmax.m, head, row, rows, thread)
+            self.write_statistic(carried.l, softmax.l, head, row, rows, thread)
+
+    @cute.jit
+    def write_statistic(self, target, values, head, row, rows, thread):
+        """A value for each of this thread's rows to [heads, rows]; all four threads of a row hold it, one writes."""
+        local = masking.row_of(thread)
+        for r in cutlass.range_constexpr(2):
+            wanted = thread % 4 == 0 and local + 8 * r < rows
+            store_if(Int32(wanted), fa_utils.elem_pointer(target, (head, row + local + 8 * r)), values[r])
 
     @cute.jit
     def leave_accumulator(self, tools, carried, output, place):
@@ -587,8 +612,7 @@ class ForwardSm90:
         fa_utils.cvt_f16(tools.acc_O, rounded)
         store = cute.make_tiled_copy_C(fa_utils.get_smem_store_atom(90, self.dtype), tools.mma_pv).get_slice(thread)
         # What read the strip before must be over.
-        if lane == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         whole = cute.group_modes(layout_utils.select(smem, [0, 2, 1]), 0, 2)
         cute.copy(store, store.retile(rounded), store.partition_D(whole))
@@ -603,9 +627,9 @@ class ForwardSm90:
             s, g = cpasync.tma_partition(
                 atom, 0, cute.make_layout(1), cute.group_modes(strip, 0, 2), cute.group_modes(whole_strip, 0, 2)
             )
-            if lane == 0:
+            with cute.arch.elect_one():
                 cute.copy(atom, s, g)
-                cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_commit_group()
         else:
             cute.arch.sync_warp()
             copy = copy_utils.tiled_copy_2d(self.dtype, self.head_dim // 8, 32, 8).get_slice(lane)
@@ -634,6 +658,13 @@ def add_product(mma, acc, a, b, stage, begun):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k, stage], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+@cute.jit
+def rescale(acc, decay):
+    """Multiply an accumulator's rows, unless every factor in this warp is 1."""
+    if cute.arch.vote_any_sync(decay[0] * decay[1] != 1.0):
+        scale_rows(acc, decay)
 
 
 @cute.jit

@@ -41,3 +41,11 @@ def afresh(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """``value``, in such a way that what is computed from it is not kept in registers across a loop."""
     operands = [Int32(value).ir_value(loc=loc, ip=ip)]
     return Int32(ptx("mov.b32 $0, $1;", "=r,r", operands, result=T.i32(), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def store_if(wanted: Int32, pointer: Any, value: Float32, *, loc: Any = None, ip: Any = None) -> None:
+    """Store a float in global memory if ``wanted`` is not 0, without the branch that compilers make of an `if`."""
+    operands = [Int32(wanted).ir_value(loc=loc, ip=ip), pointer.toint(loc=loc, ip=ip).ir_value(), value.ir_value()]
+    text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.f32 [$1], $2;}"
+    ptx(text, "r,l,f", operands, loc=loc, ip=ip)
