@@ -91,8 +91,8 @@ class Carried(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Views of shared memory. ``bits`` holds the predicate of the key tile of the same stage, ``unit`` the fields of the
-    last units, in turn."""
+    """Views of shared memory. ``bits`` holds the predicate of the key tile of the same stage, ``unit`` the last units'
+    fields, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -1,8 +1,8 @@
 """Predicates of partial tiles: from tables in device memory to −inf in the scores.
 
 A table row describes one row of a tile (`marble.kernels.contract.TileList`). A mask warp turns it into bits in the
-order of the computing threads' columns: of the four threads of a row, thread t owns the columns 8j + 2t and 8j + 2t + 1.
-A computing thread reads one word for each of its two rows and tests the bits one by one: with constant positions these
+order of the computing threads' columns: of the four threads of a row, thread t owns the columns 8j + 2t + {0, 1}. A
+computing thread reads one word for each of its two rows and tests the bits one by one: with constant positions these
 tests become R2P instructions, eight predicates at a time.
 """
 

@@ -333,7 +333,8 @@ def test_what_is_carried_is_never_rounded(dtype):
 
 
 def test_bfloat16_rounds_where_documented():
-    """Scores, softmax and sums in float32, probabilities and scaled score gradients to bf16 before a product, output once."""
+    """Scores, softmax and sums in float32, probabilities and scaled score gradients to bf16 before a product, output
+    once."""
     x = Attention.random(16, 12, 2, 1, 8, dtype=torch.bfloat16)
     work = sequences([[0, 16]], [[0, 12]], Band.FULL)
     x.forward(work).backward(work)

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from marble import Layout
 from marble.kernels.contract import Band, TileList, Tiles, Touch, Varlen
 from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower
 from marble.kernels.predicates import covered
+from marble.testing.layouts import planned_storage, stored_mask
 
 
 def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
@@ -129,3 +131,21 @@ def test_other_blocks_are_refused() -> None:
     call = dataclasses.replace(tiles([[0, 1], [0, 1]], [0, 64]), block=64)
     with pytest.raises(ValueError, match="blocks of 128"):
         lower(call)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_section_is_what_reads_the_same_keys(window: int | None) -> None:
+    """Causal documents: queries with the same first key block, and keys with the same last query block."""
+    layout = Layout.from_cu_seqlens([0, 900, 1000, 2500])
+    stored = stored_mask(planned_storage(layout, window), window)
+    tokens = torch.arange(2500)
+    work = lower(stored.tiles(tokens, tokens, BLOCK))
+    if window is None:
+        # Blocks of 128 from row 0: document 2 begins in block 7, which the third shares with both.
+        assert work.by_query.items[:, 0].div(BLOCK).tolist() == [*range(19, 7, -1), 7, *range(6, -1, -1)]
+        assert work.by_query.sections[:, 1].tolist() == [12] * 12 + [8] * 8
+    else:
+        in_order(work.by_query)
+    in_order(work.by_key)
+    for side in (work.by_query, work.by_key):
+        assert side.items[:, 0].unique().numel() == 20
