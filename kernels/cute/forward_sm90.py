@@ -352,7 +352,7 @@ class ForwardSm90:
 
     @cute.jit
     def await_unit(self, shared, pipes, state):
-        """Of the next unit: query row, partial tiles (first, number), runs (first, number), query and key/value head."""
+        """Of the next unit: query row, first and number of partial tiles and of runs, query and key/value head."""
         pipes.unit.consumer_wait(state)
         fields = (ROW, FIRST_PART, PARTS, FIRST_RUN, RUNS, HEAD, KV_HEAD)
         return tuple(shared.unit[field, state.index] for field in fields)
