@@ -112,9 +112,12 @@ class Pipes(NamedTuple):
     has been read, a query tile when it has been read into registers. Every unit comes with its query tile, except the
     one that says stop. For the two mask warps, which wait and arrive like the loading warp if a key tile is partial,
     that arrives itself if the tile is full.
+    ``begun``: the mask warps wait until the loading warp has begun a unit with partial tiles. Else they could be two
+    turns of a stage ahead, and a barrier only tells turns apart that follow one another.
     """
 
     unit: pipeline.PipelineAsync
+    begun: pipeline.PipelineAsync
     q: fa_pipeline.PipelineTmaAsync
     k: fa_pipeline.PipelineTmaAsync
     v: fa_pipeline.PipelineTmaAsync
@@ -173,6 +176,7 @@ class ForwardSm90:
         @cute.struct
         class Storage:
             unit_bars: cute.struct.MemRange[Int64, 2 * PLACES]
+            begun_bars: cute.struct.MemRange[Int64, 2 * PLACES]
             q_bars: cute.struct.MemRange[Int64, 2]
             k_bars: cute.struct.MemRange[Int64, 2 * stages]
             v_bars: cute.struct.MemRange[Int64, 2 * stages]
@@ -224,14 +228,16 @@ class ForwardSm90:
             tx_count=tile_bytes,
             defer_sync=True,
         )
+        units = partial(
+            pipeline.PipelineAsync.create,
+            num_stages=PLACES,
+            producer_group=warps[0],
+            consumer_group=warps[3],
+            defer_sync=True,
+        )
         pipes = Pipes(
-            pipeline.PipelineAsync.create(
-                barrier_storage=storage.unit_bars.data_ptr(),
-                num_stages=PLACES,
-                producer_group=warps[0],
-                consumer_group=warps[3],
-                defer_sync=True,
-            ),
+            units(barrier_storage=storage.unit_bars.data_ptr()),
+            units(barrier_storage=storage.begun_bars.data_ptr()),
             pipe(producer_group=warps[0], barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
             pipe(producer_group=warps[1], barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.stages),
             pipe(producer_group=warps[0], barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.stages),
@@ -299,6 +305,8 @@ class ForwardSm90:
             tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, kv_head] for t in tmas[1:3])
             load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
             load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
+            with cute.arch.elect_one():
+                pipes.begun.producer_commit(unit_state)
             pipes.q.producer_acquire(q_state)
             q_fn, _, _ = copy_utils.tma_get_copy_fn(
                 atoms[0], 0, cute.make_layout(1), self.tile_at(tma_q, row), shared.q, single_stage=True
@@ -408,6 +416,8 @@ class ForwardSm90:
                 rows = [64 * half + lane + 32 * k for k in range(2)]
                 bits = [masking.row_bits(lists.ranges, lists.bits, slot, row) for row in rows]
                 stage = (tile + i) % stages
+                if i == 0:
+                    pipes.begun.consumer_wait(unit)
                 pipes.k.sync_object_empty.wait(stage, (tile + i) // stages % 2 ^ 1)
                 for k in cutlass.range_constexpr(2):
                     cute.autovec_copy(bits[k], shared.bits[None, rows[k], stage])
