@@ -26,7 +26,6 @@ class Order(Enum):
     """The order of matrix products, where ⁺ marks the next tile: dV, dQ, then"""
 
     EARLY = "S⁺, dK, and dP⁺ when dQ is stored; dK may run until the next softmax"
-    LATE = "dK, S⁺, and dP⁺ when dK is done; fewer registers"
     PLAIN = "dK; S⁺ and dP⁺ when all is done; the fewest registers"
 
 
@@ -45,6 +44,13 @@ class BackwardConfig:
             sixth of its traffic. Only at head dimension 64, and not with `Order.PLAIN`.
         order: how a tile's products are interleaved with the next tile's, see `Order`. Tiles of 128 rows leave room for
             `Order.PLAIN` only.
+        burst: whether dV is issued in one go; otherwise ptxas spreads it over the computation of dS'.
+        wait_first: whether Q of the next tile (with `Order.PLAIN`, dO) is waited for before products are issued behind
+            which the answer is late: S, dP and dQ take all of shared memory's bandwidth.
+        ahead: quads of columns whose log-sum-exp is loaded before dP is issued (with `Order.PLAIN`, S), likewise.
+        dp_first: whether dP of the next tile is issued before dQ is handed over. Not with `Order.PLAIN`.
+        send_late: whether dQ is handed over behind most exponentials of the next tile. Only with `Order.EARLY`.
+        dk_late: whether dK is issued when dQ is stored, not before. Only with `Order.EARLY`.
         tile_n: key rows of a tile, a whole block.
         groups: math warpgroups.
         ds_stages: tiles of dS in shared memory; with two, one barrier per tile orders its writers and readers.
@@ -58,6 +64,12 @@ class BackwardConfig:
     load_registers: int = 24
     kv_registers: bool = False
     order: Order = Order.EARLY
+    burst: bool = True
+    wait_first: bool = True
+    ahead: int = 4
+    dp_first: bool = True
+    send_late: bool = True
+    dk_late: bool = False
 
     tile_n: ClassVar[int] = 128
     groups: ClassVar[int] = 2
@@ -107,15 +119,7 @@ class BackwardConfig:
 
 
 CONFIGS = {
-    64: BackwardConfig(
-        head_dim=64,
-        tile_m=64,
-        q_stages=4,
-        do_stages=3,
-        math_registers=232,
-        load_registers=40,
-        kv_registers=True,
-    ),
+    64: BackwardConfig(head_dim=64, tile_m=128, q_stages=3, do_stages=2, order=Order.PLAIN),
     128: BackwardConfig(head_dim=128, tile_m=64, q_stages=3, do_stages=2),
 }
 """The configuration of each head dimension."""

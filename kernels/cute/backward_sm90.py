@@ -513,9 +513,9 @@ class BackwardSm90:
             tiles = (get(field=Field.PARTS) + get(field=Field.FULL)) * heads * config.halves
             if const_expr(config.order == Order.PLAIN):
                 for done in cutlass.range(tiles - 1, unroll=1):
-                    self._plain_step(pipes, issue_s, issue_dp, softmax, gradient, tile, done == 0, False)
+                    self._plain_step(shared, pipes, issue_s, issue_dp, softmax, gradient, tile, done == 0, False)
                     tile += 1
-                self._plain_step(pipes, issue_s, issue_dp, softmax, gradient, tile, tiles == 1, True)
+                self._plain_step(shared, pipes, issue_s, issue_dp, softmax, gradient, tile, tiles == 1, True)
                 tile += 1
             else:
                 stage, phase = self._stage(tile, config.q_stages)
@@ -532,9 +532,9 @@ class BackwardSm90:
                 dp = cute.make_rmem_tensor(acc_dp.shape, Float32)
                 softmax(acc_s, acc_dp, p, dp, tile, begins=True)
                 for done in cutlass.range(tiles - 1, unroll=1):
-                    next_s, next_dp = gradient(p, dp, tile, done == 0, ends=False)
+                    next_s, next_dp, lse, flag = gradient(p, dp, tile, done == 0, ends=False)
                     tile += 1
-                    softmax(next_s, next_dp, p, dp, tile, begins=False)
+                    softmax(next_s, next_dp, p, dp, tile, begins=False, lse=lse, partial_tile=flag)
                 self._hand_back(v_empty)  # the last dP is done
                 gradient(p, dp, tile, tiles == 1, ends=True)
                 tile += 1
@@ -547,6 +547,7 @@ class BackwardSm90:
     @cute.jit
     def _plain_step(
         self,
+        shared: Shared,
         pipes: Pipes,
         issue_s: Any,
         issue_dp: Any,
@@ -559,12 +560,16 @@ class BackwardSm90:
         """All of one tile, by `Order.PLAIN`; the ``last`` of a unit hands back K and V."""
         stage, phase = self._stage(tile, self.config.q_stages)
         pipes.q.consumer_wait_w_index_phase(stage, phase)
+        lse, flag = self._rows_ahead(shared, stage)
+        do_stage, do_phase = self._stage(tile, self.config.do_stages)
+        if const_expr(self.config.wait_first):
+            pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
         acc_s = issue_s(B_idx=stage)
-        stage, phase = self._stage(tile, self.config.do_stages)
-        pipes.dout.consumer_wait_w_index_phase(stage, phase)
-        acc_dp = issue_dp(B_idx=stage)
+        if const_expr(not self.config.wait_first):
+            pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
+        acc_dp = issue_dp(B_idx=do_stage)
         p = cute.make_rmem_tensor(acc_s.shape, Float32)
-        softmax(acc_s, acc_dp, p, acc_dp, tile, begins=True)
+        softmax(acc_s, acc_dp, p, acc_dp, tile, begins=True, lse=lse, partial_tile=flag)
         if const_expr(last):
             self._hand_back(pipes.v_empty)  # the last dP is done
         gradient(p, acc_dp, tile, starts, ends=True, last=last)
@@ -624,6 +629,8 @@ class BackwardSm90:
         dp: cute.Tensor,
         tile: Int32,
         begins: cutlass.Constexpr[bool],
+        lse: Any = None,
+        partial_tile: Boolean | None = None,
     ) -> None:
         """P' of a tile and dP' from the products in flight: S, maybe dK of the last tile, and dP, in this order.
 
@@ -633,7 +640,8 @@ class BackwardSm90:
         thread, order = math_thread(), self.config.order
         stage, _ = self._stage(tile, self.config.q_stages)
         held = const_expr(order == Order.EARLY and not begins)  # dK of the last tile is in flight
-        partial_tile = shared.partial[stage] != 0
+        if const_expr(partial_tile is None):
+            partial_tile = shared.partial[stage] != 0
         warpgroup.wait_group(2 if const_expr(held) else 1)  # S is done
         s_mn, p_mn = layout_utils.reshape_acc_to_mn(acc_s), layout_utils.reshape_acc_to_mn(p)
         if partial_tile:
@@ -641,20 +649,40 @@ class BackwardSm90:
         scale_log2, quads = scale * LOG2_E, const_expr(self.config.columns // 4)
         pause, settled = const_expr(quads * 3 // 4), 0
         for quad in cutlass.range_constexpr(quads):
-            lse = copy_utils.load_s2r(shared.lse[None, quad, thread & 3, stage])
+            if const_expr(lse is None or quad >= self.config.ahead):
+                row = copy_utils.load_s2r(shared.lse[None, quad, thread & 3, stage])
+            else:
+                row = lse[quad]
             for c in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
-                    score = s_mn[r, 4 * quad + c] * scale_log2 - lse[c]
+                    score = s_mn[r, 4 * quad + c] * scale_log2 - row[c]
                     p_mn[r, 4 * quad + c] = cute.math.exp2(score, fastmath=True)
             if const_expr(quad + 1 in (pause, quads)):
                 complete_words(cute.recast_tensor(p, Int32), settled, 8 * (quad + 1))
                 settled = 8 * (quad + 1)
+            if const_expr(held and self.config.send_late and quad + 1 == pause):
+                self._hand_over_dq()
             if const_expr(held and quad + 1 == pause):
                 warpgroup.wait_group(1)  # dK of the last tile is done, and dS' leaves its registers
                 pipes.q.consumer_release_w_index(self._stage(tile - 1, self.config.q_stages)[0])
         warpgroup.wait_group(0)  # dP is done
         if const_expr(order != Order.PLAIN):
             dp.store(acc_dp.load())
+
+    @cute.jit
+    def _rows_ahead(self, shared: Shared, stage: Int32) -> tuple[Any, Boolean | None]:
+        """Log-sum-exp of a tile's first columns, and whether it is partial."""
+        if const_expr(self.config.ahead == 0):
+            return None, None
+        lane_class, flag = math_thread() & 3, shared.partial[stage] != 0
+        return [copy_utils.load_s2r(shared.lse[None, i, lane_class, stage]) for i in range(self.config.ahead)], flag
+
+    @cute.jit
+    def _hand_over_dq(self) -> None:
+        """Tell the dQ warp that this group's part of a tile's dQ is in shared memory."""
+        group = math_thread() >> 7
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_FULL + group, number_of_threads=GROUP + 32)
 
     @cute.jit
     def _next_s(self, pipes: Pipes, products: Products, tile: Int32) -> cute.Tensor:
@@ -685,18 +713,20 @@ class BackwardSm90:
         last: cutlass.Constexpr[bool] = True,
     ) -> tuple[cute.Tensor | None, cute.Tensor | None]:
         """dV, dQ and dK of a tile from P' and dP'; unless it ``ends`` its unit, products are left in flight: the next
-        tile's S and dP, and with `Order.EARLY` dK between them.
+        tile's S, dK of this one, and the next tile's dP, in this order.
 
         dP' is overwritten. The unit's first tile ``starts`` the sums of dK and dV. With `Order.PLAIN` every tile ends
         like a unit, but only the ``last`` one hands K back.
         """
-        config, thread, order = self.config, math_thread(), self.config.order
-        group = cute.arch.make_warp_uniform(thread >> 7)
+        config, thread = self.config, math_thread()
+        group = thread >> 7
         q_stage, _ = self._stage(tile, config.q_stages)
         do_stage, _ = self._stage(tile, config.do_stages)
         ds_stage = self._stage(tile, config.ds_stages)[0]
         rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(p), self.dtype)
         products.dv(tCrA=rounded, B_idx=do_stage, zero_init=starts)
+        if const_expr(config.burst):
+            warpgroup.wait_group(1)  # dV may go on, but ptxas does not put what follows between its instructions
         p_mn, dp_mn = layout_utils.reshape_acc_to_mn(p), layout_utils.reshape_acc_to_mn(dp)
         for quad in cutlass.range_constexpr(config.columns // 4):
             delta = copy_utils.load_s2r(shared.delta[None, quad, thread & 3, q_stage])
@@ -706,37 +736,54 @@ class BackwardSm90:
                     dp_mn[r, 4 * quad + c] = p_mn[r, 4 * quad + c] * difference
         ds_rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dp), self.dtype)
         products.store_ds(ds_rounded, dst_idx=ds_stage)
+        if const_expr(config.wait_first and not ends):
+            stage, phase = self._stage(tile + 1, config.q_stages)
+            pipes.q.consumer_wait_w_index_phase(stage, phase)
         cute.arch.fence_view_async_shared()
         # Behind the barrier all of this dS is there, and nobody reads the last one any more: its stage is the next's.
         cute.arch.barrier(barrier_id=BARRIER_DS, number_of_threads=self.math_threads)
 
         acc_s, acc_dp = None, None
         acc_dq = products.dq(A_idx=ds_stage)
-        if const_expr(ends or order == Order.LATE):
+        if const_expr(ends):
             products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
             warpgroup.wait_group(2)  # dV is done, and P' leaves its registers to S
             pipes.dout.consumer_release_w_index(do_stage)
-            if const_expr(not ends):
-                acc_s = self._next_s(pipes, products, tile + 1)
         else:
             warpgroup.wait_group(1)  # dV is done, and P' leaves its registers to S
-            pipes.dout.consumer_release_w_index(do_stage)
-            acc_s = self._next_s(pipes, products, tile + 1)
-            products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
-        warpgroup.wait_group(1 if const_expr(ends) else 2)  # dQ is done
+            if const_expr(not config.wait_first):
+                pipes.dout.consumer_release_w_index(do_stage)
+                acc_s = self._next_s(pipes, products, tile + 1)
+            else:
+                acc_s = products.s(B_idx=self._stage(tile + 1, config.q_stages)[0])
+            if const_expr(not config.dk_late):
+                products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
+        warpgroup.wait_group(1 if const_expr(ends or config.dk_late) else 2)  # dQ is done
         if const_expr(ends and last):
             self._hand_back(pipes.k_empty)  # the last product that reads K was this one
         threads = const_expr(GROUP + 32)  # this group and the dQ warp
+        lse, flag = None, None
+        if const_expr(config.wait_first and not ends):
+            pipes.dout.consumer_release_w_index(do_stage)
+        if const_expr(config.dp_first and not ends):
+            stage, phase = self._stage(tile + 1, config.do_stages)
+            pipes.dout.consumer_wait_w_index_phase(stage, phase)
         cute.arch.barrier(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
         self._store_dq(acc_dq, shared, self._last(scale))
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_FULL + group, number_of_threads=threads)
-        if const_expr(ends or order == Order.LATE):
-            warpgroup.wait_group(0 if const_expr(ends) else 1)  # dK is done, and dS' leaves its registers to dP
-            pipes.q.consumer_release_w_index(q_stage)
         if const_expr(not ends):
+            lse, flag = self._rows_ahead(shared, self._stage(tile + 1, config.q_stages)[0])
+        if const_expr(config.dk_late and not ends):
+            products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
+        if const_expr(config.dp_first and not ends):
+            acc_dp = products.dp(B_idx=self._stage(tile + 1, config.do_stages)[0])
+        if const_expr(ends or not config.send_late):
+            self._hand_over_dq()
+        if const_expr(ends):
+            warpgroup.wait_group(0)  # dK is done
+            pipes.q.consumer_release_w_index(q_stage)
+        if const_expr(not ends and not config.dp_first):
             acc_dp = self._next_dp(pipes, products, tile + 1)
-        return acc_s, acc_dp
+        return acc_s, acc_dp, lse, flag
 
     def _early(self, scale: Float32) -> Float32 | float:
         """What dS is multiplied by before it is rounded, which is free. float16 would lose small gradients."""
