@@ -1,7 +1,7 @@
 """Choices of the backward kernel: tiles, stages, registers, units; its shared memory; the structs its roles share."""
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,79 +15,53 @@ from quack.cute_dsl_utils import mlir_namedtuple
 GROUP = 128
 """Threads of a warpgroup."""
 
-SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory that one thread block of an SM90 GPU can have."""
-
-REGISTERS = 504
-"""What a launch of three warpgroups is given, in registers per thread added over the warpgroups."""
-
-
-class Order(Enum):
-    """The order of matrix products, where ⁺ marks the next tile: dV, dQ, then"""
-
-    EARLY = "S⁺, dK, and dP⁺ when dQ is stored; dK may run until the next softmax"
-    PLAIN = "dK; S⁺ and dP⁺ when all is done; the fewest registers"
+LSE_AHEAD = 4
+"""Quads of columns whose log-sum-exp a math thread loads before it issues products: behind S, dP and dQ, which take all
+of shared memory's bandwidth, the answer is late. All of a tile of 64 rows; at 128 rows 6 of 8 spill registers."""
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The choices for one head dimension on SM90; those that spill registers are refused.
+    """The choices on SM90, which follow from the head dimension; tests compile them all and find no spilled register.
 
     Attributes:
         head_dim: 64 or 128.
-        tile_m: query rows of a tile, 64 or 128; a block of 128 rows is one or two tiles.
-        q_stages: tiles of Q (with log-sum-exp, delta and predicate) in shared memory.
-        do_stages: tiles of dO in shared memory.
-        math_registers: registers of a math thread.
-        load_registers: registers of a thread of the load, row, mask and dQ warps.
-        kv_registers: whether S and dP read K and V from registers, which takes 32 registers and spares shared memory a
-            sixth of its traffic. Only at head dimension 64, and not with `Order.PLAIN`.
-        order: how a tile's products are interleaved with the next tile's, see `Order`. Tiles of 128 rows leave room for
-            `Order.PLAIN` only.
-        burst: whether dV is issued in one go; otherwise ptxas spreads it over the computation of dS'.
-        wait_first: whether Q of the next tile (with `Order.PLAIN`, dO) is waited for before products are issued behind
-            which the answer is late: S, dP and dQ take all of shared memory's bandwidth.
-        ahead: quads of columns whose log-sum-exp is loaded before dP is issued (with `Order.PLAIN`, S), likewise.
-        dp_first: whether dP of the next tile is issued before dQ is handed over. Not with `Order.PLAIN`.
-        send_late: whether dQ is handed over behind most exponentials of the next tile. Only with `Order.EARLY`.
-        dk_late: whether dK is issued when dQ is stored, not before. Only with `Order.EARLY`.
         tile_n: key rows of a tile, a whole block.
         groups: math warpgroups.
+        q_stages: tiles of Q (with log-sum-exp, delta and predicate) in shared memory.
+        do_stages: tiles of dO in shared memory.
         ds_stages: tiles of dS in shared memory; with two, one barrier per tile orders its writers and readers.
+        math_registers: registers of a math thread.
+        load_registers: registers of a thread of the load, row, mask and dQ warps.
     """
 
     head_dim: int
-    tile_m: int
-    q_stages: int
-    do_stages: int
-    math_registers: int = 240
-    load_registers: int = 24
-    kv_registers: bool = False
-    order: Order = Order.EARLY
-    burst: bool = True
-    wait_first: bool = True
-    ahead: int = 4
-    dp_first: bool = True
-    send_late: bool = True
-    dk_late: bool = False
 
     tile_n: ClassVar[int] = 128
     groups: ClassVar[int] = 2
+    q_stages: ClassVar[int] = 3
+    do_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
+    math_registers: ClassVar[int] = 240
+    load_registers: ClassVar[int] = 24
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128) or self.tile_m not in (64, 128) or self.head_dim * self.tile_m > 128 * 64:
-            raise ValueError(f"head_dim {self.head_dim}, tile_m {self.tile_m}: accumulators do not fit in registers")
-        if self.tile_m == 128 and self.order != Order.PLAIN:
-            raise ValueError(f"order: {self.order.name} spills registers with tile_m 128, which needs PLAIN")
-        if self.kv_registers and (self.head_dim == 128 or self.order == Order.PLAIN):
-            raise ValueError("kv_registers: spills at head_dim 128, and order PLAIN does not load them")
-        if self.groups * self.math_registers + self.load_registers > REGISTERS:
-            raise ValueError(f"math_registers, load_registers: more than {REGISTERS} over three warpgroups")
-        if min(self.q_stages, self.do_stages) < 2:
-            raise ValueError("q_stages, do_stages: the next tile is loaded while one is computed, so two at least")
-        if self.shared_bytes > SHARED_MEMORY:
-            raise ValueError(f"stages: need {self.shared_bytes} bytes of shared memory, there are {SHARED_MEMORY}")
+        if self.head_dim not in (64, 128):
+            raise ValueError(f"head_dim: {self.head_dim} is not 64 or 128")
+
+    @property
+    def tile_m(self) -> int:
+        """Query rows of a tile; a block of 128 rows is one or two tiles. More accumulators do not fit in registers."""
+        return 128 if self.head_dim == 64 else 64
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether a tile's products are interleaved with the next tile's, marked ⁺: dV, dQ, S⁺, dK, dP⁺.
+
+        dP⁺ is issued when dQ is stored, and dK runs until the exponentials of the next tile. Tiles of 128 rows leave
+        no registers for that: they are computed one after the other, each S, dP, dV, dQ, dK.
+        """
+        return self.tile_m == 64
 
     @property
     def halves(self) -> int:
@@ -108,21 +82,6 @@ class BackwardConfig:
     def row_pitch(self) -> int:
         """Floats between lane classes of a log-sum-exp or delta stage, such that reads have no bank conflicts."""
         return self.columns + 4
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of all buffers and barriers (see `shared_storage`); an upper bound."""
-        operands = 2 * self.head_dim * (self.tile_m * (self.q_stages + self.do_stages) + 2 * self.tile_n)
-        scores = 2 * self.tile_m * self.tile_n * self.ds_stages
-        rows = 4 * self.q_stages * (2 * 4 * self.row_pitch + 4 * self.tile_m + 1)
-        return operands + scores + 4 * self.tile_m * self.head_dim + rows + 2048
-
-
-CONFIGS = {
-    64: BackwardConfig(head_dim=64, tile_m=128, q_stages=3, do_stages=2, order=Order.PLAIN),
-    128: BackwardConfig(head_dim=128, tile_m=64, q_stages=3, do_stages=2),
-}
-"""The configuration of each head dimension."""
 
 
 @mlir_namedtuple
@@ -209,7 +168,7 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         partial: cute.struct.MemRange[Int32, config.q_stages]
         lse: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
         delta: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
-        mask: buffer(Int32, 4 * config.tile_m * config.q_stages, 128)
+        mask: buffer(Uint32, 4 * config.tile_m * config.q_stages, 128)
         q: buffer(dtype, cute.cosize(layouts["q"]))
         k: buffer(dtype, cute.cosize(layouts["k"]))
         v: buffer(dtype, cute.cosize(layouts["k"]))
@@ -261,8 +220,9 @@ class Schedule(NamedTuple):
     """How the items of a `WorkList` become units: all query heads of a key/value head, or ``few`` of them at a time.
 
     Attributes:
-        whole: the first items, whose units have all query heads.
-        few: query heads of a unit of the other items, a divisor of a key/value head's number of them.
+        whole: items' worth of units that have all query heads: the first ``whole`` times the number of key/value heads.
+            Units come section by section (see `marble.kernels.cute.units`), so these may end inside a section.
+        few: query heads of a unit of the others, a divisor of a key/value head's number of them.
         counter: int32 [1], units that thread blocks have fetched; 0 between launches.
     """
 
@@ -338,8 +298,6 @@ class Products(NamedTuple):
 
     acc_dk: cute.Tensor
     acc_dv: cute.Tensor
-    load_k: Any
-    load_v: Any
     s: Any
     dp: Any
     dq: Any

@@ -3,7 +3,7 @@
 One unit of work is a key block, a key/value head and query heads that read it, mostly all of them. Its thread block
 walks these heads and every query tile that the key block lists, so dK and dV stay in registers. dQ leaves tile by tile
 as a reduction in the memory system, because key blocks share query rows. Thread blocks are persistent: they fetch units
-from a counter in device memory, longest first, and load the next unit while the last one is being written.
+from a counter in device memory, in the order of the list, and load the next unit while the last one is being written.
 
     load warp      fetches units and tells the others; K, V, and per tile Q and dO, by TMA
     row warp       log-sum-exp and delta of the tile's query rows, rescaled, through registers
@@ -31,7 +31,8 @@ In hardware, for a count of threads:
                    tile when it comes here, so behind the barrier both have, and that product's stage is the next
                    tile's.
     dQ empty[g]    dQ warp, when its reduction has read group g's stage; group g. The group may overwrite it.
-    dQ full[g]     group g, after its stores and a proxy fence; dQ warp. The stage may be reduced.
+    dQ full[g]     group g, after its stores and a proxy fence, if tiles are interleaved behind most exponentials of the
+                   next one; dQ warp. The stage may be reduced.
 
 A math warp hands a stage back after a wait for a product, where its lanes meet: all of them have read it.
 """
@@ -51,10 +52,11 @@ from quack import copy_utils, layout_utils, sm90_utils
 from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
+from marble.kernels.cute import masking
 from marble.kernels.cute.backward_config import (
-    CONFIGS,
     FULL_TILE,
     GROUP,
+    LSE_AHEAD,
     UNIT_SLOTS,
     UNIT_WORDS,
     Atoms,
@@ -62,7 +64,6 @@ from marble.kernels.cute.backward_config import (
     Field,
     Gradients,
     Operands,
-    Order,
     Pipes,
     Products,
     Schedule,
@@ -74,7 +75,7 @@ from marble.kernels.cute.backward_config import (
     shared_tensors,
 )
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
-from marble.kernels.cute.intrinsics import complete_words, math_thread, range_bits, reduce_pair, store_pair
+from marble.kernels.cute.intrinsics import complete_words, math_thread, reduce_pair, store_pair
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import WorkList
 
@@ -147,12 +148,11 @@ class BackwardSm90:
     def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """S' and dP' (keys are rows); dK and dV (the first operand in registers); dQ, split by rows or by columns."""
         rows, both = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        registers, shared, groups = warpgroup.OperandSource.RMEM, warpgroup.OperandSource.SMEM, self.config.groups
+        groups = self.config.groups
         make = partial(hopper.make_trivial_tiled_mma, self.dtype, self.dtype)
         down, right = (groups, 1, 1), (1, groups, 1)
-        resident = registers if self.config.kv_registers else shared
-        s = make(rows, rows, Float32, down, (64, self.tile_m), a_source=resident)
-        dkv = make(rows, both, Float32, down, (64, self.head_dim), a_source=registers)
+        s = make(rows, rows, Float32, down, (64, self.tile_m), a_source=warpgroup.OperandSource.SMEM)
+        dkv = make(rows, both, Float32, down, (64, self.head_dim), a_source=warpgroup.OperandSource.RMEM)
         dq = make(rows, both, Float32, down if self.tile_m == 64 * groups else right, (64, self.config.dq_columns))
         return s, dkv, dq
 
@@ -433,35 +433,22 @@ class BackwardSm90:
     def write_mask(self, lists: Lists, shared: Shared, pipes: Pipes, tile: Tile) -> None:
         """The predicate of a partial tile, as bits in the order of the math threads' columns; none for a full tile.
 
-        A math thread has two key rows, and the columns 8j + 2t + {0, 1} of a tile.
+        `masking.row_bits` gives 32 columns of a block in each word: half a block's columns are half a word's bits.
         """
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
         shared.partial[stage] = Int32(tile.slot != FULL_TILE)
         if tile.slot != FULL_TILE:
-            words, first = const_expr(self.tile_m // 32), tile.half * self.tile_m
+            target = shared.mask_rows
             for part in cutlass.range(self.tile_n // 32, unroll=1):
                 row = cute.arch.lane_idx() + 32 * part
-                pairs = cute.make_rmem_tensor(words, Uint32)
-                if tile.slot >= 0:
-                    word = Uint32(lists.ranges[tile.slot, row])
-                    for k in cutlass.range_constexpr(words):
-                        column = first + 32 * k
-                        pairs[k] = range_bits(word & 255, word >> 8 & 255, column) | range_bits(
-                            word >> 16 & 255, word >> 24, column
-                        )
-                else:
-                    for k in cutlass.range_constexpr(words):
-                        pairs[k] = Uint32(lists.bits[~tile.slot, row, tile.half * words + k])
+                bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, row)
                 thread = row // 16 * 32 + row % 8 * 4
                 for t in cutlass.range_constexpr(4):
-                    packed = Uint32(0)
-                    for k in cutlass.range_constexpr(words):
-                        # Four pairs of bits, 8 apart, move next to each other in the highest byte; no terms overlap.
-                        byte = (pairs[k] >> (2 * t) & 0x03030303) * Uint32(0x01041040) >> 24
-                        packed |= byte << (8 * k)
-                    target = shared.mask_rows
-                    target[row // 8 % 2, thread + t, stage] = target.element_type(packed)
+                    own = bits[t]
+                    if const_expr(self.config.halves == 2):
+                        own = own >> 16 * tile.half
+                    target[row // 8 % 2, thread + t, stage] = target.element_type(own)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
@@ -493,86 +480,41 @@ class BackwardSm90:
     def math(self, shared: Shared, pipes: Pipes, dk: cute.Tensor, dv: cute.Tensor, scale: Float32) -> None:
         """All matrix products, and the epilogue of dK and dV.
 
-        A unit is a softmax step, then (gradient step, softmax step) for every tile but the last, then a gradient step.
-        A gradient step issues the next tile's S and dP behind its own products, so that the tensor cores have work
+        A tile is a first step or softmax step, then a gradient step. If tiles are interleaved, all gradient steps of a
+        unit but the last issue the next tile's S and dP behind their own products, so that the tensor cores have work
         while dQ moves to shared memory and while the softmax step runs. Between two rounds of the loop nothing is in
         flight, and P' and dP' of a tile are in registers: if an accumulator crossed over, ptxas would serialise.
         """
-        config = self.config
         products = self._products(shared)
         softmax = partial(self.softmax_step, shared, pipes, scale)
+        first = partial(self.first_step, shared, pipes, products, softmax)
         gradient = partial(self.gradient_step, shared, pipes, products, scale)
-        issue_s, issue_dp, acc_dk, acc_dv = products.s, products.dp, products.acc_dk, products.acc_dv
-        load_k, load_v = products.load_k, products.load_v
-        pipe_q, pipe_dout, v_empty = pipes.q, pipes.dout, pipes.v_empty
+        acc_dk, acc_dv = products.acc_dk, products.acc_dv
 
         turn, tile = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
             get = partial(self._field, shared, turn)
-            tiles = (get(field=Field.PARTS) + get(field=Field.FULL)) * heads * config.halves
-            if const_expr(config.order == Order.PLAIN):
+            tiles = (get(field=Field.PARTS) + get(field=Field.FULL)) * heads * self.config.halves
+            if const_expr(self.config.interleaved):
+                p, dp = first(tile)
                 for done in cutlass.range(tiles - 1, unroll=1):
-                    self._plain_step(shared, pipes, issue_s, issue_dp, softmax, gradient, tile, done == 0, False)
+                    acc_s, acc_dp, rows = gradient(p, dp, tile, done == 0, last=False)
                     tile += 1
-                self._plain_step(shared, pipes, issue_s, issue_dp, softmax, gradient, tile, tiles == 1, True)
-                tile += 1
+                    softmax(acc_s, p, tile, rows, held=True)
+                    dp.store(acc_dp.load())
+                gradient(p, dp, tile, tiles == 1, last=True)
             else:
-                stage, phase = self._stage(tile, config.q_stages)
-                pipe_q.consumer_wait_w_index_phase(stage, phase)
-                if const_expr(config.kv_registers):
-                    load_k()
-                acc_s = issue_s(B_idx=stage)
-                stage, phase = self._stage(tile, config.do_stages)
-                pipe_dout.consumer_wait_w_index_phase(stage, phase)
-                if const_expr(config.kv_registers):
-                    load_v()
-                acc_dp = issue_dp(B_idx=stage)
-                p = cute.make_rmem_tensor(acc_s.shape, Float32)
-                dp = cute.make_rmem_tensor(acc_dp.shape, Float32)
-                softmax(acc_s, acc_dp, p, dp, tile, begins=True)
                 for done in cutlass.range(tiles - 1, unroll=1):
-                    next_s, next_dp, lse, flag = gradient(p, dp, tile, done == 0, ends=False)
+                    gradient(*first(tile), tile, done == 0, last=False)
                     tile += 1
-                    softmax(next_s, next_dp, p, dp, tile, begins=False, lse=lse, partial_tile=flag)
-                self._hand_back(v_empty)  # the last dP is done
-                gradient(p, dp, tile, tiles == 1, ends=True)
-                tile += 1
+                gradient(*first(tile), tile, tiles == 1, last=True)
+            tile += 1
             self._add(acc_dv, dv, get, 1.0)
             self._add(acc_dk, dk, get, self._last(scale))
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
-
-    @cute.jit
-    def _plain_step(
-        self,
-        shared: Shared,
-        pipes: Pipes,
-        issue_s: Any,
-        issue_dp: Any,
-        softmax: Any,
-        gradient: Any,
-        tile: Int32,
-        starts: Boolean,
-        last: cutlass.Constexpr[bool],
-    ) -> None:
-        """All of one tile, by `Order.PLAIN`; the ``last`` of a unit hands back K and V."""
-        stage, phase = self._stage(tile, self.config.q_stages)
-        pipes.q.consumer_wait_w_index_phase(stage, phase)
-        lse, flag = self._rows_ahead(shared, stage)
-        do_stage, do_phase = self._stage(tile, self.config.do_stages)
-        if const_expr(self.config.wait_first):
-            pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
-        acc_s = issue_s(B_idx=stage)
-        if const_expr(not self.config.wait_first):
-            pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
-        acc_dp = issue_dp(B_idx=do_stage)
-        p = cute.make_rmem_tensor(acc_s.shape, Float32)
-        softmax(acc_s, acc_dp, p, acc_dp, tile, begins=True, lse=lse, partial_tile=flag)
-        if const_expr(last):
-            self._hand_back(pipes.v_empty)  # the last dP is done
-        gradient(p, acc_dp, tile, starts, ends=True, last=last)
 
     def _products(self, shared: Shared) -> Products:
         """Partition the operands for this math group."""
@@ -583,9 +525,8 @@ class BackwardSm90:
         m, n, d = self.tile_m, self.tile_n, self.head_dim
         turned = {name: layout_utils.transpose_view(getattr(shared, name)) for name in ("q", "k", "dout", "ds")}
         split, fresh, add = sm90_utils.partition_fragment_ABC, sm90_utils.gemm_zero_init, sm90_utils.gemm_w_idx
-        resident = const_expr(self.config.kv_registers)
-        _, s_a, s_b = split(wg_s, (n, m, d), None if resident else shared.k, shared.q)
-        _, dp_a, dp_b = split(wg_s, (n, m, d), None if resident else shared.v, shared.dout)
+        _, s_a, s_b = split(wg_s, (n, m, d), shared.k, shared.q)
+        _, dp_a, dp_b = split(wg_s, (n, m, d), shared.v, shared.dout)
         _, dq_a, dq_b = split(wg_dq, (m, d, n), shared.ds, turned["k"])
         acc_dv, _, dv_b = split(wg_dkv, (n, d, m), None, turned["dout"])
         acc_dk, _, dk_b = split(wg_dkv, (n, d, m), None, turned["q"])
@@ -595,8 +536,6 @@ class BackwardSm90:
         return Products(
             acc_dk,
             acc_dv,
-            load_k=partial(self._keep, mma_s, shared.k, s_a) if resident else None,
-            load_v=partial(self._keep, mma_s, shared.v, dp_a) if resident else None,
             s=partial(fresh, mma_s, (n, m), s_a, s_b),
             dp=partial(fresh, mma_s, (n, m), dp_a, dp_b),
             dq=partial(fresh, mma_dq, (m, d), dq_a, dq_b),
@@ -612,10 +551,27 @@ class BackwardSm90:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def _keep(self, mma: cute.TiledMma, shared: cute.Tensor, fragment: cute.Tensor) -> None:
-        """Load a product's first operand, K or V, into registers."""
-        copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), mma)
-        cute.copy(copy, copy.get_slice(math_thread()).partition_S(shared), copy.retile(fragment))
+    def first_step(
+        self, shared: Shared, pipes: Pipes, products: Products, softmax: Any, tile: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """P' and dP' of a tile behind which nothing is in flight.
+
+        dO is waited for before S is issued, because S and dP take all of shared memory's bandwidth.
+        """
+        stage, phase = self._stage(tile, self.config.q_stages)
+        do_stage, do_phase = self._stage(tile, self.config.do_stages)
+        pipes.q.consumer_wait_w_index_phase(stage, phase)
+        ahead = const_expr(0 if self.config.interleaved else LSE_AHEAD)  # once a unit, which is not worth the spills
+        rows = self._rows_ahead(shared, stage, ahead)
+        pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
+        acc_s, acc_dp = products.s(B_idx=stage), products.dp(B_idx=do_stage)
+        p = cute.make_rmem_tensor(acc_s.shape, Float32)
+        softmax(acc_s, p, tile, rows, held=False)
+        if const_expr(not self.config.interleaved):
+            return p, acc_dp
+        dp = cute.make_rmem_tensor(acc_dp.shape, Float32)
+        dp.store(acc_dp.load())
+        return p, dp
 
     @cute.jit
     def softmax_step(
@@ -624,35 +580,30 @@ class BackwardSm90:
         pipes: Pipes,
         scale: Float32,
         acc_s: cute.Tensor,
-        acc_dp: cute.Tensor,
         p: cute.Tensor,
-        dp: cute.Tensor,
         tile: Int32,
-        begins: cutlass.Constexpr[bool],
-        lse: Any = None,
-        partial_tile: Boolean | None = None,
+        rows: tuple[Any, Boolean],
+        held: cutlass.Constexpr[bool],
     ) -> None:
-        """P' of a tile and dP' from the products in flight: S, maybe dK of the last tile, and dP, in this order.
+        """P' of a tile from S, which is in flight with dP behind it. Returns when both are done.
 
-        With `Order.EARLY`, dK of the last tile is in flight, unless the tile ``begins`` a unit. Returns when everything
-        is done. `Order.PLAIN` leaves dP' where it is: ``dp`` is ``acc_dp``.
+        If the last tile is ``held``, its dK is in flight between them, and its Q and dQ are not handed on yet: that is
+        done behind most exponentials, because a fence for dQ's stores takes long behind dP's reads of shared memory.
         """
-        thread, order = math_thread(), self.config.order
+        thread = math_thread()
         stage, _ = self._stage(tile, self.config.q_stages)
-        held = const_expr(order == Order.EARLY and not begins)  # dK of the last tile is in flight
-        if const_expr(partial_tile is None):
-            partial_tile = shared.partial[stage] != 0
+        first_rows, partial_tile = rows
         warpgroup.wait_group(2 if const_expr(held) else 1)  # S is done
-        s_mn, p_mn = layout_utils.reshape_acc_to_mn(acc_s), layout_utils.reshape_acc_to_mn(p)
         if partial_tile:
-            self._apply(s_mn, copy_utils.load_s2r(shared.mask[None, thread, stage]))
+            masking.apply(acc_s, copy_utils.load_s2r(shared.mask[None, thread, stage]))
+        s_mn, p_mn = layout_utils.reshape_acc_to_mn(acc_s), layout_utils.reshape_acc_to_mn(p)
         scale_log2, quads = scale * LOG2_E, const_expr(self.config.columns // 4)
         pause, settled = const_expr(quads * 3 // 4), 0
         for quad in cutlass.range_constexpr(quads):
-            if const_expr(lse is None or quad >= self.config.ahead):
-                row = copy_utils.load_s2r(shared.lse[None, quad, thread & 3, stage])
+            if const_expr(quad < len(first_rows)):
+                row = first_rows[quad]
             else:
-                row = lse[quad]
+                row = copy_utils.load_s2r(shared.lse[None, quad, thread & 3, stage])
             for c in cutlass.range_constexpr(4):
                 for r in cutlass.range_constexpr(2):
                     score = s_mn[r, 4 * quad + c] * scale_log2 - row[c]
@@ -660,22 +611,19 @@ class BackwardSm90:
             if const_expr(quad + 1 in (pause, quads)):
                 complete_words(cute.recast_tensor(p, Int32), settled, 8 * (quad + 1))
                 settled = 8 * (quad + 1)
-            if const_expr(held and self.config.send_late and quad + 1 == pause):
-                self._hand_over_dq()
             if const_expr(held and quad + 1 == pause):
+                self._hand_over_dq()
                 warpgroup.wait_group(1)  # dK of the last tile is done, and dS' leaves its registers
                 pipes.q.consumer_release_w_index(self._stage(tile - 1, self.config.q_stages)[0])
         warpgroup.wait_group(0)  # dP is done
-        if const_expr(order != Order.PLAIN):
-            dp.store(acc_dp.load())
 
     @cute.jit
-    def _rows_ahead(self, shared: Shared, stage: Int32) -> tuple[Any, Boolean | None]:
-        """Log-sum-exp of a tile's first columns, and whether it is partial."""
-        if const_expr(self.config.ahead == 0):
-            return None, None
-        lane_class, flag = math_thread() & 3, shared.partial[stage] != 0
-        return [copy_utils.load_s2r(shared.lse[None, i, lane_class, stage]) for i in range(self.config.ahead)], flag
+    def _rows_ahead(
+        self, shared: Shared, stage: Int32, quads: cutlass.Constexpr[int]
+    ) -> tuple[list[cute.Tensor], Boolean]:
+        """Log-sum-exp of a tile's first quads of columns, and whether it is partial."""
+        lane_class, partial_tile = math_thread() & 3, shared.partial[stage] != 0
+        return [copy_utils.load_s2r(shared.lse[None, i, lane_class, stage]) for i in range(quads)], partial_tile
 
     @cute.jit
     def _hand_over_dq(self) -> None:
@@ -683,20 +631,6 @@ class BackwardSm90:
         group = math_thread() >> 7
         cute.arch.fence_view_async_shared()
         cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_FULL + group, number_of_threads=GROUP + 32)
-
-    @cute.jit
-    def _next_s(self, pipes: Pipes, products: Products, tile: Int32) -> cute.Tensor:
-        """Wait for a tile's Q and issue its S."""
-        stage, phase = self._stage(tile, self.config.q_stages)
-        pipes.q.consumer_wait_w_index_phase(stage, phase)
-        return products.s(B_idx=stage)
-
-    @cute.jit
-    def _next_dp(self, pipes: Pipes, products: Products, tile: Int32) -> cute.Tensor:
-        """Wait for a tile's dO and issue its dP."""
-        stage, phase = self._stage(tile, self.config.do_stages)
-        pipes.dout.consumer_wait_w_index_phase(stage, phase)
-        return products.dp(B_idx=stage)
 
     @cute.jit
     def gradient_step(
@@ -709,24 +643,23 @@ class BackwardSm90:
         dp: cute.Tensor,
         tile: Int32,
         starts: Boolean,
-        ends: cutlass.Constexpr[bool],
-        last: cutlass.Constexpr[bool] = True,
-    ) -> tuple[cute.Tensor | None, cute.Tensor | None]:
-        """dV, dQ and dK of a tile from P' and dP'; unless it ``ends`` its unit, products are left in flight: the next
-        tile's S, dK of this one, and the next tile's dP, in this order.
+        last: cutlass.Constexpr[bool],
+    ) -> tuple[cute.Tensor | None, cute.Tensor | None, Any]:
+        """dV, dQ and dK of a tile from P' and dP'. If another tile follows that is interleaved, products are left in
+        flight: its S, dK of this one, and its dP, in this order; and this one's dQ is not handed over yet.
 
-        dP' is overwritten. The unit's first tile ``starts`` the sums of dK and dV. With `Order.PLAIN` every tile ends
-        like a unit, but only the ``last`` one hands K back.
+        dP' is overwritten. The unit's first tile ``starts`` the sums of dK and dV, its ``last`` one hands K and V back.
         """
         config, thread = self.config, math_thread()
-        group = thread >> 7
+        group, follows = thread >> 7, const_expr(config.interleaved and not last)
         q_stage, _ = self._stage(tile, config.q_stages)
         do_stage, _ = self._stage(tile, config.do_stages)
         ds_stage = self._stage(tile, config.ds_stages)[0]
+        if const_expr(last):
+            self._hand_back(pipes.v_empty)  # the last product that reads V was dP of this tile
         rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(p), self.dtype)
         products.dv(tCrA=rounded, B_idx=do_stage, zero_init=starts)
-        if const_expr(config.burst):
-            warpgroup.wait_group(1)  # dV may go on, but ptxas does not put what follows between its instructions
+        warpgroup.wait_group(1)  # dV may go on, but ptxas does not put what follows between its instructions
         p_mn, dp_mn = layout_utils.reshape_acc_to_mn(p), layout_utils.reshape_acc_to_mn(dp)
         for quad in cutlass.range_constexpr(config.columns // 4):
             delta = copy_utils.load_s2r(shared.delta[None, quad, thread & 3, q_stage])
@@ -736,54 +669,39 @@ class BackwardSm90:
                     dp_mn[r, 4 * quad + c] = p_mn[r, 4 * quad + c] * difference
         ds_rounded = utils.cvt_f16(layout_utils.reshape_acc_to_frgA(dp), self.dtype)
         products.store_ds(ds_rounded, dst_idx=ds_stage)
-        if const_expr(config.wait_first and not ends):
+        if const_expr(follows):
             stage, phase = self._stage(tile + 1, config.q_stages)
-            pipes.q.consumer_wait_w_index_phase(stage, phase)
+            pipes.q.consumer_wait_w_index_phase(stage, phase)  # here, because behind dQ the answer is late
         cute.arch.fence_view_async_shared()
         # Behind the barrier all of this dS is there, and nobody reads the last one any more: its stage is the next's.
         cute.arch.barrier(barrier_id=BARRIER_DS, number_of_threads=self.math_threads)
 
-        acc_s, acc_dp = None, None
+        acc_s, acc_dp, rows = None, None, None
         acc_dq = products.dq(A_idx=ds_stage)
-        if const_expr(ends):
-            products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
-            warpgroup.wait_group(2)  # dV is done, and P' leaves its registers to S
-            pipes.dout.consumer_release_w_index(do_stage)
-        else:
+        if const_expr(follows):
             warpgroup.wait_group(1)  # dV is done, and P' leaves its registers to S
-            if const_expr(not config.wait_first):
-                pipes.dout.consumer_release_w_index(do_stage)
-                acc_s = self._next_s(pipes, products, tile + 1)
-            else:
-                acc_s = products.s(B_idx=self._stage(tile + 1, config.q_stages)[0])
-            if const_expr(not config.dk_late):
-                products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
-        warpgroup.wait_group(1 if const_expr(ends or config.dk_late) else 2)  # dQ is done
-        if const_expr(ends and last):
-            self._hand_back(pipes.k_empty)  # the last product that reads K was this one
-        threads = const_expr(GROUP + 32)  # this group and the dQ warp
-        lse, flag = None, None
-        if const_expr(config.wait_first and not ends):
+            acc_s = products.s(B_idx=self._stage(tile + 1, config.q_stages)[0])
+        products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
+        if const_expr(not follows):
+            warpgroup.wait_group(2)  # dV is done
             pipes.dout.consumer_release_w_index(do_stage)
-        if const_expr(config.dp_first and not ends):
+        warpgroup.wait_group(2 if const_expr(follows) else 1)  # dQ is done
+        if const_expr(last):
+            self._hand_back(pipes.k_empty)  # the last product that reads K was this one
+        if const_expr(follows):
+            pipes.dout.consumer_release_w_index(do_stage)
+        cute.arch.barrier(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=GROUP + 32)
+        self._store_dq(acc_dq, shared, self._last(scale))
+        if const_expr(follows):
+            rows = self._rows_ahead(shared, self._stage(tile + 1, config.q_stages)[0], LSE_AHEAD)
             stage, phase = self._stage(tile + 1, config.do_stages)
             pipes.dout.consumer_wait_w_index_phase(stage, phase)
-        cute.arch.barrier(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
-        self._store_dq(acc_dq, shared, self._last(scale))
-        if const_expr(not ends):
-            lse, flag = self._rows_ahead(shared, self._stage(tile + 1, config.q_stages)[0])
-        if const_expr(config.dk_late and not ends):
-            products.dk(tCrA=ds_rounded, B_idx=q_stage, zero_init=starts)
-        if const_expr(config.dp_first and not ends):
-            acc_dp = products.dp(B_idx=self._stage(tile + 1, config.do_stages)[0])
-        if const_expr(ends or not config.send_late):
+            acc_dp = products.dp(B_idx=stage)
+        else:
             self._hand_over_dq()
-        if const_expr(ends):
             warpgroup.wait_group(0)  # dK is done
             pipes.q.consumer_release_w_index(q_stage)
-        if const_expr(not ends and not config.dp_first):
-            acc_dp = self._next_dp(pipes, products, tile + 1)
-        return acc_s, acc_dp, lse, flag
+        return acc_s, acc_dp, rows
 
     def _early(self, scale: Float32) -> Float32 | float:
         """What dS is multiplied by before it is rounded, which is free. float16 would lose small gradients."""
@@ -792,16 +710,6 @@ class BackwardSm90:
     def _last(self, scale: Float32) -> Float32 | float:
         """What dQ and dK are multiplied by in the end."""
         return 1.0 if self.dtype is BFloat16 else scale
-
-    @cute.jit
-    def _apply(self, scores: cute.Tensor, keep: cute.Tensor) -> None:
-        """Set the scores that are left out to -inf. Constant bit tests become one predicate move per seven bits."""
-        columns = self.config.columns
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(columns):
-                bit = const_expr(r * columns + c)
-                kept = Boolean(Uint32(keep[bit // 32]) & Uint32(1 << bit % 32))
-                scores[r, c] = scores[r, c] if kept else -Float32.inf
 
     @cute.jit
     def _store_dq(self, acc: cute.Tensor, shared: Shared, scale: Float32 | float) -> None:
@@ -848,9 +756,9 @@ class BackwardSm90:
 
 
 @lru_cache
-def compile_backward(dtype: torch.dtype, head_dim: int, config: BackwardConfig | None = None) -> Any:
+def compile_backward(dtype: torch.dtype, head_dim: int) -> Any:
     """The backward kernel for every size, stride, scale and mask. Needs no GPU; compiled once per process."""
-    kernel, kind = BackwardSm90(ELEMENTS[dtype], config or CONFIGS[head_dim]), ELEMENTS[dtype]
+    kernel, kind = BackwardSm90(ELEMENTS[dtype], BackwardConfig(head_dim)), ELEMENTS[dtype]
     sym = cute.sym_int
     queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
@@ -887,12 +795,11 @@ def run_backward(
     dv: Tensor,
     scale: float,
     sms: int,
-    config: BackwardConfig | None = None,
     units: tuple[int, int] | None = None,
 ) -> None:
     """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
 
-    ``sms``: thread blocks at most. ``config`` and ``units`` (see `plan_units`) replace the usual choices.
+    ``sms``: thread blocks at most. ``units`` replaces the answer of `plan_units`.
     """
     heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
@@ -900,5 +807,5 @@ def run_backward(
     whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
     counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
-    kernel = compile_backward(q.dtype, head_dim, config)
+    kernel = compile_backward(q.dtype, head_dim)
     kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists_of(work), whole, few, counter, scale, grid)

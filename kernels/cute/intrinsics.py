@@ -1,11 +1,9 @@
-"""What the backward kernel says to the GPU in PTX or in bits, because CuTe has no words for it."""
+"""What the backward kernel says to the GPU in PTX, because CuTe has no words for it."""
 
 from typing import Any
 
-import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cutlass_dsl import T, dsl_user_op
-from flash_attn.cute import utils
 
 from marble.kernels.cute.backward_config import GROUP
 from marble.kernels.cute.ordering import complete, ptx
@@ -39,14 +37,3 @@ def reduce_pair(pointer: cute.Pointer, x: Float32, y: Float32, *, loc: Any = Non
     values = [value.ir_value(loc=loc, ip=ip) for value in (Float32(x), Float32(y))]
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(), *values]
     ptx("red.global.add.v2.f32 [$0], {$1, $2};", "l,f,f", operands, loc=loc, ip=ip)
-
-
-def range_bits(low: Uint32, high: Uint32, column: Int32) -> Uint32:
-    """Bits of the columns in [low, high), of the 32 from ``column`` on."""
-    return bits_from(low, column) & ~bits_from(high, column)
-
-
-def bits_from(limit: Uint32, column: Int32) -> Uint32:
-    """Bits of the columns from ``limit`` on, of the 32 from ``column`` on."""
-    count = cutlass.min(cutlass.max(Int32(limit) - column, 0), 32)
-    return utils.shl_u32(Uint32(0xFFFFFFFF), Uint32(count))  # a shift by 32 gives 0
