@@ -9,6 +9,7 @@ between heads and between rows. A ragged block never writes outside its rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum, IntFlag
 from typing import Any, Protocol, TypeVar
@@ -212,6 +213,13 @@ class Backend(Protocol):
     """
 
     name: str
+
+    def prepare(self, works: Sequence[Work]) -> None:
+        """Compute what the calls of a schedule need, all of it at once, so that the calls themselves need not.
+
+        Called before the first of the calls, and again before every layer: the second time must cost nothing.
+        """
+        ...
 
     def forward(
         self,

@@ -8,7 +8,7 @@ float64 gives the truth to compare with. It is written for clarity: one matrix p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ class ReferenceBackend:
     """`marble.kernels.contract.Backend` in PyTorch."""
 
     name = "reference"
+
+    def prepare(self, works: Sequence[Work]) -> None:
+        """See `Backend.prepare`. Every call reads its tiles as they are."""
 
     def forward(
         self,

@@ -8,6 +8,7 @@ with the number of calls. `marble check` and the demo set it beside the exact wa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,10 @@ class PerStepRounding:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name = f"{inner.name}, rounded per step"
+
+    def prepare(self, works: Sequence[Work]) -> None:
+        """See `Backend.prepare`."""
+        self.inner.prepare(works)
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from marble.kernels.contract import State, Work
 from marble.kernels.cute import backward_sm90, forward_sm90
 from marble.kernels.cute.delta import run_delta
-from marble.kernels.cute.worklist import lower
+from marble.kernels.cute.worklist import lower, lower_all
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -30,6 +30,10 @@ class CuteBackend:
 
     def __init__(self, multiprocessors: Callable[[torch.device], int]) -> None:
         self.multiprocessors = multiprocessors
+
+    def prepare(self, works: Sequence[Work]) -> None:
+        """See `Backend.prepare`."""
+        lower_all(works)
 
     def forward(
         self,

@@ -10,7 +10,10 @@ section the longest first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -68,47 +71,106 @@ def lower(work: Work) -> WorkLists:
     Raises:
         ValueError: if its blocks are not of 128 rows.
     """
-    if work not in _lowered:
-        _lowered[work] = _lower_tiles(work) if isinstance(work, Tiles) else _lower_varlen(work)
+    lower_all([work])
     return _lowered[work]
 
 
-def _lower_tiles(tiles: Tiles) -> WorkLists:
-    if tiles.block != BLOCK:
-        raise ValueError(f"block: the cute kernels compute blocks of {BLOCK} tokens, got {tiles.block}; plan with it")
+def lower_all(works: Sequence[Work]) -> None:
+    """Lower calls on one device, those of block tiles together: that takes about as long as one of them.
+
+    Raises:
+        ValueError: if the blocks of one are not of 128 rows.
+    """
+    left = [work for work in dict.fromkeys(works) if work not in _lowered]
+    tiled = [work for work in left if isinstance(work, Tiles)]
+    for tiles in tiled:
+        if tiles.block != BLOCK:
+            raise ValueError(
+                f"block: the cute kernels compute blocks of {BLOCK} tokens, got {tiles.block}; plan with it"
+            )
+    if tiled:
+        lists = _work_lists([side for tiles in tiled for side in _sides(tiles)])
+        _lowered.update({tiles: WorkLists(*lists[2 * i : 2 * i + 2]) for i, tiles in enumerate(tiled)})
+    _lowered.update({work: _lower_varlen(work) for work in left if isinstance(work, Varlen)})
+
+
+class _Side(NamedTuple):
+    """One orientation of a call of block tiles.
+
+    Attributes:
+        tiles: its tile list.
+        outer: [blocks, 2], first row and rows of the outer blocks.
+        inner: the same of the inner blocks.
+        touch: of the outer blocks.
+        sign: sections are outer blocks with the same first (1) or last (−1) inner block: causal queries of one sample
+            have their first keys in common, its keys their last queries.
+    """
+
+    tiles: TileList
+    outer: Tensor
+    inner: Tensor
+    touch: Tensor
+    sign: int
+
+
+def _sides(tiles: Tiles) -> tuple[_Side, _Side]:
     first = torch.arange(len(tiles.touch), device=tiles.touch.device, dtype=torch.int32) * BLOCK
     queries = torch.stack([first, (tiles.query_rows - first).clamp(max=BLOCK)], 1)
     keys = torch.stack([tiles.key_row, tiles.key_len], 1)
-    return WorkLists(
-        _work_list(tiles.by_query, queries, keys, tiles.touch, "amin"),
-        _work_list(tiles.by_key, keys, queries, torch.zeros_like(tiles.key_row), "amax"),
+    return (
+        _Side(tiles.by_query, queries, keys, tiles.touch, 1),
+        _Side(tiles.by_key, keys, queries, torch.zeros_like(tiles.key_row), -1),
     )
 
 
-def _work_list(tiles: TileList, outer: Tensor, inner: Tensor, touch: Tensor, section_by: str) -> WorkList:
-    """A tile list with its blocks (first row, rows) looked up.
+def _work_lists(sides: list[_Side]) -> list[WorkList]:
+    """Tile lists with their blocks looked up. They share one table of parts and one of runs."""
+    device = sides[0].outer.device
 
-    Causal queries of one sample have their first keys in common, the keys their last queries: sections are outer blocks
-    with the same first ("amin") or last ("amax") inner block.
-    """
-    owner, row, blocks = _contiguous_runs(tiles, inner)
-    full = torch.zeros(tiles.outer, dtype=torch.int64, device=row.device).index_add_(0, owner, blocks)
-    run_ptr = torch.searchsorted(owner, torch.arange(tiles.outer + 1, device=row.device))
-    parts = tiles.part_ptr.diff()
-    columns = (outer[:, 0], outer[:, 1], tiles.part_ptr[:-1], parts, run_ptr[:-1], run_ptr.diff(), full, touch)
-    chosen = inner[tiles.parts[:, 0].long()]
-    resolved = torch.stack([chosen[:, 0], tiles.parts[:, 1], chosen[:, 1], torch.zeros_like(chosen[:, 0])], 1)
-    part_owner = torch.repeat_interleave(torch.arange(tiles.outer, device=row.device), parts.long())
-    ends = torch.cat([row if section_by == "amin" else row + BLOCK * (blocks - 1), chosen[:, 0].long()])
-    section = torch.zeros(tiles.outer, dtype=torch.int64, device=row.device)
-    section.scatter_reduce_(0, torch.cat([owner, part_owner]), ends, section_by, include_self=False)
-    return WorkList(
-        *_arranged(columns, section),
-        resolved,
-        torch.stack([row, blocks], 1).int(),
-        _dense(tiles.ranges),
-        _dense(tiles.bits),
+    def spread(values: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """A value for each side, repeated for the entries that the side has."""
+        repeats = torch.tensor(lengths, device=device)
+        return torch.repeat_interleave(torch.tensor(values, device=device), repeats, output_size=sum(lengths))
+
+    def owners(counts: list[Tensor], total: int) -> Tensor:
+        """The outer block of each entry, for the number of entries of each outer block."""
+        every = torch.cat(counts).long()
+        return torch.repeat_interleave(torch.arange(len(every), device=device), every, output_size=total)
+
+    lists = [side.tiles for side in sides]
+    outer, inner = torch.cat([side.outer for side in sides]), torch.cat([side.inner for side in sides])
+    before = [0, *accumulate(len(side.inner) for side in sides)]
+    runs, parts = torch.cat([x.runs for x in lists]).long(), torch.cat([x.parts for x in lists]).long()
+    part_counts = [x.part_ptr.diff() for x in lists]
+    run_owner = owners([x.run_ptr.diff() for x in lists], len(runs))
+    part_owner = owners(part_counts, len(parts))
+    first = runs[:, 0] + spread(before[:-1], [len(x.runs) for x in lists])
+    run_owner, row, blocks = _contiguous_runs(run_owner, first, runs[:, 1], inner)
+    full = torch.zeros(len(outer), dtype=torch.int64, device=device).index_add_(0, run_owner, blocks)
+    run_ptr = torch.searchsorted(run_owner, torch.arange(len(outer) + 1, device=device))
+    counts = torch.cat(part_counts).long()
+    chosen = inner[parts[:, 0] + spread(before[:-1], [len(x.parts) for x in lists])].long()
+    sign = spread([side.sign for side in sides], [x.outer for x in lists])
+    first_rows, last_rows = (
+        torch.cat([row, chosen[:, 0]]),
+        torch.cat([row + BLOCK * (blocks - 1), chosen[:, 0]]),
     )
+    owner = torch.cat([run_owner, part_owner])
+    section = torch.zeros(len(outer), dtype=torch.int64, device=device)
+    section.scatter_reduce_(0, owner, torch.where(sign[owner] > 0, first_rows, -last_rows), "amin", include_self=False)
+    columns = (
+        *(outer[:, 0], outer[:, 1]),
+        *(counts.cumsum(0) - counts, counts),
+        *(run_ptr[:-1], run_ptr.diff(), full),
+        torch.cat([side.touch for side in sides]),
+    )
+    arranged = _arranged(columns, section, [x.outer for x in lists])
+    resolved = torch.stack([chosen[:, 0], parts[:, 1], chosen[:, 1], torch.zeros_like(chosen[:, 0])], 1).int()
+    ran = torch.stack([row, blocks], 1).int()
+    return [
+        WorkList(*items, resolved, ran, _dense(x.ranges), _dense(x.bits))
+        for items, x in zip(arranged, lists, strict=True)
+    ]
 
 
 def _dense(table: Tensor) -> Tensor:
@@ -117,33 +179,43 @@ def _dense(table: Tensor) -> Tensor:
     return table if table.stride() == fresh.stride() else fresh.copy_(table)
 
 
-def _arranged(columns: tuple[Tensor, ...], section: Tensor) -> tuple[Tensor, Tensor]:
-    """`WorkList.items` and `WorkList.sections` of the outer blocks that have tiles.
+def _arranged(columns: tuple[Tensor, ...], section: Tensor, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """`WorkList.items` and `WorkList.sections` of the outer blocks that have tiles, for each of several lists.
 
     Args:
-        columns: the fields of the items, one tensor each.
-        section: int64 [outer blocks], a number that the blocks of a section have in common.
+        columns: the fields of the items, one tensor each, of all lists one after the other.
+        section: int64 [outer blocks], what the blocks of a section have in common; less than 2³⁸ from 0.
+        lengths: outer blocks of each list.
     """
     items = torch.stack([column.int() for column in columns], 1)
     cost = items[:, 6] + PARTIAL_COST * items[:, 3]
-    chosen = cost > 0
-    items, cost = items[chosen], cost[chosen]
-    _, member, sizes = torch.unique(section[chosen], return_inverse=True, return_counts=True)
+    device = items.device
+    sizes_of = torch.tensor(lengths, device=device)
+    lists = torch.arange(len(lengths), device=device)
+    which = torch.repeat_interleave(lists, sizes_of, output_size=len(items))
+    (chosen,) = (cost > 0).nonzero(as_tuple=True)
+    items, cost, which = items[chosen], cost[chosen], which[chosen]
+    _, member, sizes = torch.unique((which << 40) + section[chosen], return_inverse=True, return_counts=True)
     longest = torch.zeros_like(sizes, dtype=cost.dtype).scatter_reduce_(0, member, cost, "amax")
-    order = torch.argsort(cost, descending=True, stable=True)
-    order = order[torch.argsort(member[order], stable=True)]
-    order = order[torch.argsort(longest[member[order]], descending=True, stable=True)]
+    # Sections in their order: list by list, then the longest first.
+    owner = torch.zeros_like(sizes).scatter_(0, member, which)
     place = torch.argsort(longest, descending=True, stable=True)
-    first = torch.empty_like(sizes)
+    place = place[torch.argsort(owner[place], stable=True)]
+    rank, first = torch.empty_like(place), torch.empty_like(sizes)
+    rank[place] = torch.arange(len(place), device=device)
     first[place] = sizes[place].cumsum(0) - sizes[place]
-    return items[order], torch.stack([first, sizes], 1)[member[order]].int()
+    order = torch.argsort(cost, descending=True, stable=True)
+    order = order[torch.argsort(rank[member[order]], stable=True)]
+    starts = torch.searchsorted(which, torch.arange(len(lengths) + 1, device=device))
+    sections = torch.stack([first - starts[owner], sizes], 1)[member[order]].int()
+    cuts = starts.tolist()
+    items = items[order]
+    return [(items[a:b], sections[a:b]) for a, b in pairwise(cuts)]
 
 
-def _contiguous_runs(tiles: TileList, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs as (outer block, first inner row, blocks), cut where an inner block does not follow its predecessor."""
-    outer = torch.arange(tiles.outer, device=tiles.runs.device)
-    owner = torch.repeat_interleave(outer, tiles.run_ptr.diff().long())
-    first, blocks = tiles.runs.long().unbind(1)
+def _contiguous_runs(owner: Tensor, first: Tensor, blocks: Tensor, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs (outer block, first inner block, blocks) as (outer block, first inner row, blocks), cut where an inner block
+    does not follow its predecessor."""
     # breaks[j]: how many blocks up to and including j do not follow their predecessor.
     breaks = torch.nn.functional.pad((inner[:, 0].diff() != BLOCK).long().cumsum(0), (1, 0))
     if not len(first) or not bool((breaks[first] != breaks[first + blocks - 1]).any()):
@@ -251,4 +323,5 @@ def _band_list(
     run_ptr = torch.nn.functional.pad(some.long().cumsum(0), (1, 0))
     columns = (outer.row, outer.rows, part_ptr[:-1], part_ptr.diff(), run_ptr[:-1], run_ptr.diff(), full, touch)
     nothing = torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device)
-    return WorkList(*_arranged(columns, sequence), parts, runs, words, nothing)
+    ((items, sections),) = _arranged(columns, sequence, [len(sequence)])
+    return WorkList(items, sections, parts, runs, words, nothing)

@@ -89,10 +89,12 @@ def attention(
     """
     shape = _check(q, k, v, plan, layer)
     chosen = launch.backend(backend) if isinstance(backend, str) else backend
-    if not all(callable(getattr(chosen, call, None)) for call in ("forward", "delta", "backward")):
+    if not all(callable(getattr(chosen, call, None)) for call in ("prepare", "forward", "delta", "backward")):
         raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
     ranks = None if plan.rank is None else plan.agree(plan.process_group(group), q.device)
-    run = _Run(plan.schedules_on(q.device)[layer], plan.order.lengths, chosen, ranks, shape.softmax_scale)
+    schedules = plan.schedules_on(q.device)[layer]
+    chosen.prepare([work for schedule in schedules.values() for work in schedule.works])
+    run = _Run(schedules, plan.order.lengths, chosen, ranks, shape.softmax_scale)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _Attention.apply(q, k, v, run)
     return (out, lse.T) if return_lse else out

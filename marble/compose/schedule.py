@@ -198,6 +198,12 @@ class Schedule:
                         which.holds(transfer.dst)
 
     @property
+    def works(self) -> list[Work]:
+        """What the calls of both passes compute."""
+        steps = (*self.forward.steps, *self.backward.steps)
+        return [call.work for step in steps for call in step.calls]
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return len(self.tokens)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from marble import Layout
 from marble.kernels.contract import Band, TileList, Tiles, Touch, Varlen
-from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower
+from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower, lower_all
 from marble.kernels.predicates import covered
 from marble.testing.layouts import planned_storage, stored_mask
 
@@ -149,3 +149,23 @@ def test_a_section_is_what_reads_the_same_keys(window: int | None) -> None:
     in_order(work.by_key)
     for side in (work.by_query, work.by_key):
         assert side.items[:, 0].unique().numel() == 20
+
+
+def test_calls_lowered_together_are_those_lowered_alone() -> None:
+    """A document's calls over shards of the keys, one of them empty, with a dense call among them."""
+    layout = Layout.from_cu_seqlens([0, 700, 2100])
+    stored = stored_mask(planned_storage(layout, None), None)
+    tokens = torch.arange(2100)
+    shards = [tokens[:900], tokens[:0], tokens[900:1200], tokens[1200:]]
+    together, alone = ([stored.tiles(tokens, keys, BLOCK) for keys in shards] for _ in range(2))
+    dense = Varlen.from_cu_seqlens(torch.tensor([0, 300]), torch.tensor([0, 500]), Band.FULL, Touch.FIRST)
+    lower_all([together[0], dense, *together[1:], together[0]])
+    for one, other, keys in zip(together, alone, shards, strict=True):
+        for rows, cols, side, expected in (
+            (2100, len(keys), lower(one).by_query, lower(other).by_query),
+            (len(keys), 2100, lower(one).by_key, lower(other).by_key),
+        ):
+            assert torch.equal(pairs(side, rows, cols), pairs(expected, rows, cols))
+            assert torch.equal(side.sections, expected.sections)
+            kept = [0, 1, 3, 5, 6, 7]  # the tables that the others count in are shared
+            assert torch.equal(side.items[:, kept], expected.items[:, kept])
