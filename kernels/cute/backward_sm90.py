@@ -594,9 +594,9 @@ class BackwardSm90:
         stage, _ = self._stage(tile, self.config.q_stages)
         first_rows, partial_tile = rows
         warpgroup.wait_group(2 if const_expr(held) else 1)  # S is done
-        if partial_tile:
-            masking.apply(acc_s, copy_utils.load_s2r(shared.mask[None, thread, stage]))
         s_mn, p_mn = layout_utils.reshape_acc_to_mn(acc_s), layout_utils.reshape_acc_to_mn(p)
+        if partial_tile:
+            self._apply(s_mn, copy_utils.load_s2r(shared.mask[None, thread, stage]))
         scale_log2, quads = scale * LOG2_E, const_expr(self.config.columns // 4)
         pause, settled = const_expr(quads * 3 // 4), 0
         for quad in cutlass.range_constexpr(quads):
@@ -710,6 +710,16 @@ class BackwardSm90:
     def _last(self, scale: Float32) -> Float32 | float:
         """What dQ and dK are multiplied by in the end."""
         return 1.0 if self.dtype is BFloat16 else scale
+
+    @cute.jit
+    def _apply(self, scores: cute.Tensor, keep: cute.Tensor) -> None:
+        """Set the scores that are left out to -inf. Constant bit tests become one predicate move per seven bits."""
+        columns = self.config.columns
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(columns):
+                bit = const_expr(r * columns + c)
+                kept = Boolean(keep[bit // 32] & Uint32(1 << bit % 32))
+                scores[r, c] = scores[r, c] if kept else -Float32.inf
 
     @cute.jit
     def _store_dq(self, acc: cute.Tensor, shared: Shared, scale: Float32 | float) -> None:

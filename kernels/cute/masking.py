@@ -2,8 +2,8 @@
 
 A table row describes one row of a tile (`marble.kernels.contract.TileList`). A mask warp turns it into bits in the
 order of the computing threads' columns: of the four threads of a row, thread t owns the columns 8j + 2t + {0, 1}. A
-computing thread reads the bits of its two rows and tests them one by one: with constant positions these tests become
-R2P instructions, eight predicates at a time. The backward kernel has scores transposed: its rows are keys.
+computing thread reads one word for each of its two rows and tests the bits one by one: with constant positions these
+tests become R2P instructions, eight predicates at a time.
 """
 
 import cutlass
@@ -70,11 +70,9 @@ def own_bits(bits: cute.Tensor, thread: Int32) -> cute.Tensor:
 
 @cute.jit
 def apply(scores: cute.Tensor, words: cute.Tensor):
-    """Set what the bits of a thread's two rows leave out to −inf: 32 columns in two words, or 16 in one."""
+    """Set what the bits of a thread's two rows leave out to −inf."""
     grid = layout_utils.reshape_acc_to_mn(scores)
-    columns = cutlass.const_expr(cute.size(grid, mode=[1]))
     for r in cutlass.range_constexpr(2):
-        for c in cutlass.range_constexpr(columns):
-            bit = cutlass.const_expr(r * columns + c)
-            kept = cutlass.Boolean(words[bit // 32] & (Uint32(1) << bit % 32))
-            grid[r, c] = grid[r, c] if kept else -Float32.inf
+        word = words[r]
+        for c in cutlass.range_constexpr(32):
+            grid[r, c] = grid[r, c] if cutlass.Boolean(word & (Uint32(1) << c)) else -Float32.inf
