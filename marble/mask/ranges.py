@@ -72,6 +72,16 @@ class SpanRanges:
     bounds: tuple[Ramp, ...]
     exact: Tensor
 
+    @cached_property
+    def complete(self) -> bool:
+        """Whether all tokens have visible ranges."""
+        return bool(self.exact.all())
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The bounds as one tensor, int64 [bounds, 3, spans]: first, last and offset of each."""
+        return torch.stack([torch.stack([bound.first, bound.last, bound.offset]) for bound in self.bounds])
+
 
 class VisibleRanges:
     """The visible ranges of `marble.mask.modes.packed_mask` on a stored layout (padding sees nothing).

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,19 +54,18 @@ class TokenOrder:
     def split(self, parts: int) -> TokenOrder:
         """Every rank's tokens cut into ``parts`` even parts for neighbouring ranks: rank r's are the ranks r · parts
         and following. Parts differ by one token at most."""
-        pieces = []
-        for rank, length in enumerate(self.lengths):
-            start, stop = self.segments(rank).T.contiguous()
-            row = (stop - start).cumsum(0) - (stop - start)  # of each piece's first token among the rank's
-            cuts = torch.arange(parts) * length // parts
-            first = torch.unique(torch.cat([row, cuts[cuts < length]]))
-            size = torch.cat([first[1:], first.new_full((min(length, 1),), length)]) - first
-            piece = torch.searchsorted(row, first, right=True) - 1
-            low = start[piece] + first - row[piece]
-            part = torch.searchsorted(cuts, first, right=True) - 1
-            pieces.append(torch.stack([low, low + size, rank * parts + part], 1))
-        joined = torch.cat(pieces)
-        return TokenOrder(self.name, self.storage, self.world * parts, joined[torch.argsort(joined[:, 0])])
+        by_rank = self._by_rank.numpy()
+        start, length = by_rank[:, 0], by_rank[:, 1] - by_rank[:, 0]
+        # Rows count over the tokens of all ranks, rank after rank.
+        row, lengths = length.cumsum() - length, np.array(self.lengths)
+        cuts = ((lengths.cumsum() - lengths)[:, None] + np.arange(parts) * lengths[:, None] // parts).flatten()
+        first = np.union1d(row, cuts[cuts < lengths.sum()])
+        piece = np.searchsorted(row, first, side="right") - 1
+        low = start[piece] + first - row[piece]
+        pieces = np.stack(
+            [low, low + np.diff(first, append=lengths.sum()), np.searchsorted(cuts, first, "right") - 1], 1
+        )
+        return TokenOrder(self.name, self.storage, self.world * parts, torch.from_numpy(pieces[np.argsort(low)]))
 
     def segments(self, rank: int) -> Tensor:
         """A rank's pieces, int64 [its pieces, 2] of (first storage position, one past the last), rising."""
@@ -79,11 +79,15 @@ class TokenOrder:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Every rank's tokens, as stretches of the storage order."""
-        start, stop, rank = self.pieces[torch.argsort(self.pieces[:, 2], stable=True)].T.contiguous()
-        counts = torch.bincount(rank, minlength=self.world).tolist()
-        start, stop = (side.to(self.storage.device, non_blocking=True) for side in (start, stop))
+        counts = torch.bincount(self.pieces[:, 2], minlength=self.world).tolist()
+        start, stop = self._by_rank[:, :2].T.contiguous().to(self.storage.device, non_blocking=True)
         pairs = zip(start.split(counts), stop.split(counts), self.lengths, strict=True)
         return tuple(Shard(first, last, rows) for first, last, rows in pairs)
+
+    @cached_property
+    def _by_rank(self) -> Tensor:
+        """The pieces, rank after rank."""
+        return self.pieces[torch.argsort(self.pieces[:, 2], stable=True)]
 
     def index(self, rank: int) -> Tensor:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""

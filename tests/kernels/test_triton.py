@@ -1,5 +1,6 @@
 """Small Triton kernels against their oracles: natively on a GPU, by Triton's interpreter elsewhere."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from marble import Layout
 from marble.kernels import oracles
-from marble.kernels.triton import bitmaps, classify, merge, pack, summaries
+from marble.kernels.triton import bitmaps, classify, merge, pack, summaries, words
 from marble.mask.domains import BlockSummaries, dense, summarise
-from marble.mask.predicates import pack_bits
+from marble.mask.predicates import pack_bits, predicates
+from marble.mask.shards import Blocks, Shard
+from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
 from marble.testing.layouts import planned_storage, random_layout, stored_mask
 
@@ -122,6 +126,46 @@ def test_bit_tiles_of_the_packed_mask(block: int, window: int | None) -> None:
     assert some or block == 1
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("block", [1, 5, 33])
+def test_range_words_of_tiles(block: int, window: int | None) -> None:
+    """Every tile of two shards with gaps in both orientations, against the ranges that the planner writes on a CPU."""
+    several = False
+    for seed in range(12):
+        rng = Random(seed)
+        layout = random_layout(rng, samples=4, length=20)
+        mask = stored_mask(planned_storage(layout, window), window)
+        mine, other = (sorted(rng.sample(range(layout.tokens), -(-layout.tokens // 2))) for _ in range(2))
+        pairing = mask._pairing(Shard.of(torch.tensor(mine)), [Shard.of(torch.tensor(other))], block)
+        _, parts = pairing.classify()
+        key, query = parts.T.contiguous()
+        for outer, inner, tiles in (
+            (pairing.keys, pairing.queries, (key, query)),
+            (pairing.queries, pairing.keys, (query, key)),
+        ):
+            if not outer.complete or not len(parts):
+                continue
+            assert outer.ranges is not None
+            found, label = words.range_words(
+                *(_moved(side.blocks) for side in (outer, inner)),
+                outer.ranges.table.to(DEVICE),
+                *(blocks.to(DEVICE) for blocks in tiles),
+            )
+            slots, ranges, _ = predicates(outer, inner, tiles, pairing.legal)
+            assert torch.equal(found.cpu(), ranges[slots])
+            assert len(label.unique()) == len(ranges)
+            several |= len(ranges) > 1
+    assert several or block == 1
+
+
+def _moved(blocks: Blocks) -> Blocks:
+    """Blocks on the device of the kernels."""
+    columns = {name: column.to(DEVICE) for name, column in vars(blocks).items() if isinstance(column, torch.Tensor)}
+    return replace(
+        blocks, **{name: columns[name] for name in ("length", "span", "within", "start", "row", "rows", "of")}
+    )
+
+
 def test_wrong_inputs_are_refused() -> None:
     half, whole = torch.zeros(1, 2, 4, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     lse, first = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32)
@@ -141,5 +185,10 @@ def test_wrong_inputs_are_refused() -> None:
         classify.classify((lse, lse, lse), (lse, lse, lse))
     with pytest.raises(ValueError, match="int32 tracks"):
         bitmaps.packed_bits(torch.zeros(4, 5), first.long(), first.long())
+    blocks = Blocks.cut([Shard.of(torch.arange(3))], Storage.natural(Layout.from_cu_seqlens([0, 3])), 2)
+    with pytest.raises(ValueError, match="int64 bounds"):
+        words.range_words(blocks, blocks, torch.zeros(3, 3, 1).long(), first.long(), first.long())
+    with pytest.raises(ValueError, match="contiguous blocks"):
+        words.range_words(blocks, blocks, torch.zeros(2, 3, 1).long(), torch.zeros(2, 2).long().T[0], first.long())
     with pytest.raises(ValueError, match="one shape"):
         bitmaps.packed_bits(torch.zeros(4, 5).int(), torch.zeros(1, 2).long(), torch.zeros(1, 3).long())
