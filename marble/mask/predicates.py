@@ -50,6 +50,21 @@ class Side:
         return self.ranges is not None and self.ranges.complete
 
     @cached_property
+    def left(self) -> Tensor:
+        """The blocks that are not exact, int64 [such blocks], rising."""
+        return self.blocks.of[:0] if self.complete else true_at(~self.exact)
+
+    @cached_property
+    def common(self) -> Tensor:
+        """For a key side: the first query that sees every key of a block, and one past the last, int64 [2, blocks]; not
+        above the first if there is none, and for blocks that are not exact."""
+        (lo, hi), of = self.ramps, self.blocks.of
+        nothing = torch.zeros(len(self.blocks), dtype=torch.int64, device=of.device)
+        from_ = nothing.scatter_reduce(0, of, lo.last, "amax")
+        to = nothing.scatter_reduce(0, of, hi.first, "amin", include_self=False)
+        return torch.stack([from_, to if self.complete else torch.where(self.exact, to, from_)])
+
+    @cached_property
     def ramps(self) -> tuple[Ramp, ...]:
         """The bounds cell by cell; places are rows of the block."""
         assert self.ranges is not None

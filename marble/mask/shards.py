@@ -39,11 +39,13 @@ class Shard:
     Attributes:
         start: int64 [stretches], first position of each stretch, rising.
         stop: int64 [stretches], one past the last.
+        row: int64 [stretches], the shard's row at which each begins.
         rows: number of tokens.
     """
 
     start: Tensor
     stop: Tensor
+    row: Tensor
     rows: int
 
     @classmethod
@@ -51,22 +53,16 @@ class Shard:
         """The shard of some rising positions, int64 [rows]."""
         edges = (positions.diff() != 1).nonzero().flatten()
         if not len(positions):
-            return cls(positions, positions, 0)
-        start = positions[torch.cat([edges.new_zeros(1), edges + 1])]
+            return cls(positions, positions, positions, 0)
+        row = torch.cat([edges.new_zeros(1), edges + 1])
         stop = positions[torch.cat([edges, edges.new_full((1,), len(positions) - 1)])] + 1
-        return cls(start, stop, len(positions))
+        return cls(positions[row], stop, row, len(positions))
 
     @classmethod
     def of_interval(cls, start: int, stop: int, device: torch.device) -> Shard:
         """All stored tokens from ``start`` to ``stop``."""
-        first, last = torch.tensor([[start], [stop]], device=device)
-        return cls(first, last, stop - start)
-
-    @cached_property
-    def row(self) -> Tensor:
-        """The shard's row at which each stretch begins, int64 [stretches]."""
-        length = self.stop - self.start
-        return length.cumsum(0) - length
+        first, last, row = torch.tensor([[start], [stop], [0]], device=device)
+        return cls(first, last, row, stop - start)
 
     @cached_property
     def _before(self) -> tuple[Tensor, Tensor]:
@@ -75,10 +71,10 @@ class Shard:
         return torch.cat([pad, self.row - self.start]), torch.cat([pad, self.stop])
 
     def before(self, positions: Tensor) -> Tensor:
-        """How many of the shard's tokens lie before each storage position, int64 [positions]."""
+        """How many of the shard's tokens lie before each storage position, int64 [...]."""
         stretch = torch.searchsorted(self.start, positions)
-        offset, stop = self._before
-        return torch.minimum(positions, stop.index_select(0, stretch)) + offset.index_select(0, stretch)
+        offset, stop = (column.take(stretch) for column in self._before)
+        return torch.minimum(positions, stop) + offset
 
     def positions(self, rows: Tensor) -> Tensor:
         """The storage positions of some rows, int64 [...]."""
@@ -119,7 +115,24 @@ class Blocks:
 
     @classmethod
     def cut(cls, shards: Sequence[Shard], storage: Storage, block: int) -> Blocks:
-        """Cut shards of a storage order into blocks of ``block`` rows and cells."""
+        """Cut shards of a storage order into blocks of ``block`` rows and cells. The last are kept: the layers of a
+        model ask for the same."""
+        key = (block, *shards)
+        if key not in storage.last_cut:
+            storage.last_cut.clear()
+            storage.last_cut[key] = cls._cut(shards, storage, block)
+        return storage.last_cut[key]
+
+    def part(self, number: int) -> Blocks:
+        """The blocks of one of the shards."""
+        first, last = self.base[number : number + 2]
+        low, high = self.ptr[first : last + 1 : max(last - first, 1)].tolist() if last > first else (0, 0)
+        cells = (getattr(self, name)[low:high] for name in ("span", "within", "start", "row", "rows"))
+        of = self.of[low:high] - first
+        return Blocks(self.block, (self.shards[number],), (0, last - first), self.length[first:last], *cells, of)
+
+    @classmethod
+    def _cut(cls, shards: Sequence[Shard], storage: Storage, block: int) -> Blocks:
         borders = storage.stored_start
         counts = [-(-shard.rows // block) for shard in shards]
         base = [0]
@@ -203,5 +216,5 @@ class Blocks:
 
 def pointers(owner: Tensor, owners: int) -> Tensor:
     """Where the entries of each owner begin, int64 [owners + 1], for entries sorted by owner."""
-    counts = torch.bincount(owner, minlength=owners)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    ptr = torch.zeros(owners + 1, dtype=torch.int64, device=owner.device)
+    return ptr.scatter_add_(0, owner + 1, torch.ones_like(owner)).cumsum(0)  # bincount waits for a GPU

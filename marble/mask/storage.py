@@ -42,6 +42,11 @@ class Storage:
         """The layout's spans, on the device of the order."""
         return self.layout.table.to(self.device)
 
+    @cached_property
+    def last_cut(self) -> dict[Any, Any]:
+        """What shards of this order were last cut into; `marble.mask.shards` keeps it here."""
+        return {}
+
     def __getstate__(self) -> dict[str, Any]:
         return {"layout": self.layout, "span_order": self.span_order, "apart": self.apart}
 

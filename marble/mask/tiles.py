@@ -67,8 +67,9 @@ class StoredMask:
         """
         if not 1 <= block <= MAX_BLOCK:
             raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
-        pairing = self._pairing(rows, cols, block)
-        keys, queries = pairing.keys, pairing.queries
+        keys = self._side(cols, block, keys=True)
+        queries = self._queries(rows, keys)
+        pairing = Pairing(self.mask, lambda: self.tracks, queries, keys)
         runs, parts = pairing.classify()
         key, query = parts.T.contiguous()
         by_key = partial(predicates, keys, queries, (key, query), pairing.legal_by_key)
@@ -100,10 +101,11 @@ class StoredMask:
         keys = self._side(owners, block, keys=True)
         answer = torch.zeros(len(readers), len(keys.blocks), dtype=torch.bool, device=keys.blocks.of.device)
         sights = None if keys.ranges is None else Sights.of(keys)
-        left = true_at(~keys.exact)
+        left = keys.left
         for found, shard in zip(answer, readers, strict=True):
             if sights is not None:
-                found[sights.block[shard.before(sights.lo) < shard.before(sights.hi)]] = True
+                low, high = shard.before(torch.stack([sights.lo, sights.hi]))
+                found[sights.block[low < high]] = True
             if len(left):
                 pairing = Pairing(self.mask, lambda: self.tracks, self._side([shard], block, keys=False), keys)
                 for tiles in pairing.by_summaries(left):
@@ -117,10 +119,11 @@ class StoredMask:
         keys = self._side(everything, block, keys=True)
         pairing = Pairing(self.mask, lambda: self.tracks, replace(keys, ranges=None), keys)
         change = torch.zeros(len(keys.blocks) + 1, dtype=torch.int64, device=keys.blocks.of.device)
-        left = true_at(~pairing.keys.exact)
+        left = pairing.keys.left
         if pairing.keys.ranges is not None:
             _, first, last = pairing.touched(Sights.of(pairing.keys))
-            change += torch.bincount(first, minlength=len(change)) - torch.bincount(last, minlength=len(change))
+            one = torch.ones_like(first)
+            change.index_add_(0, first, one).index_add_(0, last, one, alpha=-1)
         if len(left) or pairing.keys.ranges is None:
             runs, parts = pairing.by_summaries(left)
             first, last = runs[:, 1], runs[:, 1] + runs[:, 2]
@@ -135,10 +138,12 @@ class StoredMask:
             ranges = self.ranges.key_spans if keys else self.ranges.query_spans
         return Side(Blocks.cut(shards, self.storage, block), ranges)
 
-    def _pairing(self, rows: Shard, cols: Sequence[Shard], block: int) -> Pairing:
-        return Pairing(
-            self.mask, lambda: self.tracks, self._side([rows], block, keys=False), self._side(cols, block, keys=True)
-        )
+    def _queries(self, rows: Shard, keys: Side) -> Side:
+        """The query side; where the shard is one of the key shards, it is cut already."""
+        if not any(rows is shard for shard in keys.blocks.shards):
+            return self._side([rows], keys.blocks.block, keys=False)
+        number = next(number for number, shard in enumerate(keys.blocks.shards) if shard is rows)
+        return Side(keys.blocks.part(number), None if self.ranges is None else self.ranges.query_spans)
 
 
 def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:

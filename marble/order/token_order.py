@@ -62,10 +62,9 @@ class TokenOrder:
         first = np.union1d(row, cuts[cuts < lengths.sum()])
         piece = np.searchsorted(row, first, side="right") - 1
         low = start[piece] + first - row[piece]
-        pieces = np.stack(
-            [low, low + np.diff(first, append=lengths.sum()), np.searchsorted(cuts, first, "right") - 1], 1
-        )
-        return TokenOrder(self.name, self.storage, self.world * parts, torch.from_numpy(pieces[np.argsort(low)]))
+        high, rank = low + np.diff(first, append=lengths.sum()), np.searchsorted(cuts, first, side="right") - 1
+        pieces = torch.from_numpy(np.stack([low, high, rank], 1)[np.argsort(low)])
+        return TokenOrder(self.name, self.storage, self.world * parts, pieces)
 
     def segments(self, rank: int) -> Tensor:
         """A rank's pieces, int64 [its pieces, 2] of (first storage position, one past the last), rising."""
@@ -79,10 +78,13 @@ class TokenOrder:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Every rank's tokens, as stretches of the storage order."""
-        counts = torch.bincount(self.pieces[:, 2], minlength=self.world).tolist()
-        start, stop = self._by_rank[:, :2].T.contiguous().to(self.storage.device, non_blocking=True)
-        pairs = zip(start.split(counts), stop.split(counts), self.lengths, strict=True)
-        return tuple(Shard(first, last, rows) for first, last, rows in pairs)
+        start, stop, rank = self._by_rank.T
+        length, lengths = stop - start, torch.tensor(self.lengths)
+        row = length.cumsum(0) - length - (lengths.cumsum(0) - lengths)[rank]
+        columns = torch.stack([start, stop, row]).to(self.storage.device, non_blocking=True)
+        counts = torch.bincount(rank, minlength=self.world).tolist()
+        parts = zip(*(column.split(counts) for column in columns), self.lengths, strict=True)
+        return tuple(Shard(*part) for part in parts)
 
     @cached_property
     def _by_rank(self) -> Tensor:

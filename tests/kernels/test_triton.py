@@ -12,6 +12,7 @@ from marble import Layout
 from marble.kernels import oracles
 from marble.kernels.triton import bitmaps, classify, merge, pack, summaries, words
 from marble.mask.domains import BlockSummaries, dense, summarise
+from marble.mask.pairing import Pairing
 from marble.mask.predicates import pack_bits, predicates
 from marble.mask.shards import Blocks, Shard
 from marble.mask.storage import Storage
@@ -136,12 +137,16 @@ def test_range_words_of_tiles(block: int, window: int | None) -> None:
         layout = random_layout(rng, samples=4, length=20)
         mask = stored_mask(planned_storage(layout, window), window)
         mine, other = (sorted(rng.sample(range(layout.tokens), -(-layout.tokens // 2))) for _ in range(2))
-        pairing = mask._pairing(Shard.of(torch.tensor(mine)), [Shard.of(torch.tensor(other))], block)
+        queries, keys = (
+            mask._side([Shard.of(torch.tensor(tokens))], block, keys=side)
+            for tokens, side in ((mine, False), (other, True))
+        )
+        pairing = Pairing(mask.mask, lambda tracks=mask.tracks: tracks, queries, keys)
         _, parts = pairing.classify()
         key, query = parts.T.contiguous()
         for outer, inner, tiles in (
-            (pairing.keys, pairing.queries, (key, query)),
-            (pairing.queries, pairing.keys, (query, key)),
+            (keys, queries, (key, query)),
+            (queries, keys, (query, key)),
         ):
             if not outer.complete or not len(parts):
                 continue
