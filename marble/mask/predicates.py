@@ -69,12 +69,10 @@ class Side:
         """The bounds cell by cell; places are rows of the block."""
         assert self.ranges is not None
         cells = self.blocks
-        end, shift, ramps = cells.within + cells.rows - 1, cells.within - cells.row, []
-        for bound in self.ranges.bounds:
-            first, last, offset = (part.index_select(0, cells.span) for part in (bound.first, bound.last, bound.offset))
-            low, high = ((place + offset).clamp_(first, last) for place in (cells.within, end))
-            ramps.append(Ramp(low, high, offset + shift))
-        return tuple(ramps)
+        first, last, offset = self.ranges.table.index_select(2, cells.span).unbind(1)
+        low = (cells.within + offset).clamp_(first, last)
+        high = (cells.within + cells.rows - 1 + offset).clamp_(first, last)
+        return tuple(map(Ramp, low, high, offset + (cells.within - cells.row)))
 
 
 def _at_once(device: torch.device) -> int:
