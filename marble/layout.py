@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -140,31 +141,27 @@ class Layout:
             raise TypeError("Layout.samples: give a sequence of samples, each a sequence of Span") from None
         if not samples:
             raise ValueError("Layout.samples: a layout needs at least one sample")
-        owner: dict[int, tuple[int, Mode]] = {}
-        for index, sample in enumerate(samples):
-            if not sample:
-                raise ValueError(f"Layout.samples[{index}]: a sample needs at least one span; leave empty samples out")
-            for span in sample:
-                if not isinstance(span, Span):
-                    raise TypeError(f"Layout.samples[{index}]: expected Span, got {type(span).__name__}")
-                if span.mode is Mode.PAD and any(other.mode is not Mode.PAD for other in sample):
-                    raise ValueError(
-                        f"Layout.samples[{index}]: padding cannot share a sample; give it a sample of its own"
-                    )
-                if span.group is None:
-                    continue
-                first, mode = owner.setdefault(span.group, (index, span.mode))
-                if first != index:
-                    raise ValueError(
-                        f"Layout.samples[{index}]: group {span.group} is already used in sample {first}; samples never "
-                        "attend to each other, so use a new id"
-                    )
-                if mode is not span.mode:
-                    raise ValueError(
-                        f"Layout.samples[{index}]: group {span.group} links a {mode} span to a {span.mode} span; "
-                        "use one id per mode"
-                    )
         object.__setattr__(self, "samples", samples)
+        if not self._sound():
+            _complain(samples)
+
+    def _sound(self) -> bool:
+        """Whether nothing is wrong with the samples; `_complain` says what."""
+        counts = np.array([len(sample) for sample in self.samples])
+        kinds = set(map(type, itertools.chain.from_iterable(self.samples)))
+        if not counts.all() or not all(issubclass(kind, Span) for kind in kinds):
+            return False
+        mode, _, groups = self._columns
+        padding = np.add.reduceat(mode == _MODES.index(Mode.PAD), counts.cumsum() - counts, dtype=np.int64)
+        if ((padding > 0) & (padding < counts)).any():
+            return False
+        sample = np.repeat(np.arange(len(counts)), counts)
+        users: dict[int, tuple[int, int]] = {}
+        return all(
+            users.setdefault(number, user := (sample[at], mode[at])) == user
+            for at, number in enumerate(groups)
+            if number is not None
+        )
 
     @cached_property
     def tokens(self) -> int:
@@ -179,13 +176,12 @@ class Layout:
 
     def __getstate__(self) -> dict[str, Any]:
         # Columns are small and quick to write; the rest is cached and derives from them.
-        spans = list(itertools.chain.from_iterable(self.samples))
-        groups = {at: span.group for at, span in enumerate(spans) if span.group is not None}
+        mode, length, group = self._columns
         return {
             "spans": [len(sample) for sample in self.samples],
-            "modes": bytes(map(_MODES.index, map(attrgetter("mode"), spans))),
-            "lengths": list(map(attrgetter("length"), spans)),
-            "groups": groups,
+            "modes": mode.tobytes(),
+            "lengths": length.tolist(),
+            "groups": {at: number for at, number in enumerate(group) if number is not None},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -203,29 +199,38 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """A fingerprint: equal for equal layouts, in every process."""
-        table = self.table
+        mode, length, group = self._columns
         sha = hashlib.sha256(repr([len(sample) for sample in self.samples]).encode())
-        for column in (table.length, table.sample, table.seg, table.noise, table.linked):
-            sha.update(column.numpy().tobytes())
-        groups = [span.group for sample in self.samples for span in sample]
-        if groups.count(None) < len(groups):
-            sha.update(repr(groups).encode())
+        sha.update(mode.tobytes())
+        sha.update(length.tobytes())
+        if group.count(None) < len(group):
+            sha.update(repr(group).encode())
         return sha.digest()
+
+    @cached_property
+    def _columns(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[int | None]]:
+        """Per span its mode, as its place among all modes, its length and its group."""
+        spans = list(itertools.chain.from_iterable(self.samples))
+        # Modes are single objects, and comparing them as numbers is many times faster than as members of an enum.
+        which = np.fromiter(map(id, map(attrgetter("mode"), spans)), np.int64, len(spans))
+        mode = np.zeros(len(spans), dtype=np.uint8)
+        for place, known in enumerate(_MODES):
+            mode[which == id(known)] = place
+        length = np.fromiter(map(attrgetter("length"), spans), np.int64, len(spans))
+        return mode, length, list(map(attrgetter("group"), spans))
 
     @cached_property
     def table(self) -> SpanTable:
         """The spans as columns."""
-        spans = list(itertools.chain.from_iterable(self.samples))
-        count = len(spans)
-        # Modes are single objects, and comparing them as numbers is many times faster than as members of an enum.
-        mode = np.fromiter(map(id, map(attrgetter("mode"), spans)), np.int64, count)
-        full, noise, linked, pad = (mode == id(which) for which in (Mode.FULL, Mode.NOISE, Mode.GROUP, Mode.PAD))
-        length = np.fromiter(map(attrgetter("length"), spans), np.int64, count)
+        mode, length, group = self._columns
+        count = len(mode)
+        full, noise, linked, pad = (
+            mode == _MODES.index(which) for which in (Mode.FULL, Mode.NOISE, Mode.GROUP, Mode.PAD)
+        )
         owner = np.repeat(np.arange(len(self.samples)), [len(sample) for sample in self.samples])
         # What attends to each other gets one key: spans of one id, group spans of a sample without, a span alone.
         place = np.arange(count)
         key = np.where(linked, count + owner, place)
-        group = list(map(attrgetter("group"), spans))
         if group.count(None) < count:
             named = [at for at, number in enumerate(group) if number is not None]
             numbers: dict[Any, int] = {}
@@ -341,6 +346,32 @@ class Layout:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f'layout JSON: expected {{"samples": [[[mode, length], ...], ...]}} ({error})') from None
         return cls(samples)
+
+
+def _complain(samples: tuple[tuple[Span, ...], ...]) -> None:
+    """Raise what `Layout` promises about samples that do not make one."""
+    owner: dict[int, tuple[int, Mode]] = {}
+    for index, sample in enumerate(samples):
+        if not sample:
+            raise ValueError(f"Layout.samples[{index}]: a sample needs at least one span; leave empty samples out")
+        for span in sample:
+            if not isinstance(span, Span):
+                raise TypeError(f"Layout.samples[{index}]: expected Span, got {type(span).__name__}")
+            if span.mode is Mode.PAD and any(other.mode is not Mode.PAD for other in sample):
+                raise ValueError(f"Layout.samples[{index}]: padding cannot share a sample; give it a sample of its own")
+            if span.group is None:
+                continue
+            first, mode = owner.setdefault(span.group, (index, span.mode))
+            if first != index:
+                raise ValueError(
+                    f"Layout.samples[{index}]: group {span.group} is already used in sample {first}; samples never "
+                    "attend to each other, so use a new id"
+                )
+            if mode is not span.mode:
+                raise ValueError(
+                    f"Layout.samples[{index}]: group {span.group} links a {mode} span to a {span.mode} span; "
+                    "use one id per mode"
+                )
 
 
 def _samples_of_types(types: Tensor, keep: Tensor, modes: Mapping[int, Mode]) -> list[tuple[Span, ...]]:
