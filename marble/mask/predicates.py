@@ -99,7 +99,7 @@ def predicates(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor], legal: Le
     """
     outer_block, inner_block = tiles
     count, block = len(outer_block), outer.blocks.block
-    if outer_block.is_cuda and outer.complete:
+    if _by_kernel(outer_block) and outer.complete:
         return _written_at_once(outer, inner, tiles)
     slots = torch.full((count,), -1, dtype=torch.int64, device=outer_block.device)
     words = []
@@ -130,6 +130,11 @@ def predicates(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor], legal: Le
     tables, bit_slot = dedupe(some_bits, torch.arange(len(some_bits), device=slots.device))
     slots[~tiled], slots[tiled] = range_slot, ~bit_slot
     return slots, ranges, tables
+
+
+def _by_kernel(tiles: Tensor) -> bool:
+    """Whether a kernel writes the range words of tiles: it runs on GPUs."""
+    return tiles.is_cuda
 
 
 def _written_at_once(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

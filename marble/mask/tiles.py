@@ -151,11 +151,11 @@ def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:
     count, base = len(queries.blocks), torch.tensor(keys.blocks.base, device=runs.device)
     shard_of = torch.repeat_interleave(base.diff(), output_size=len(keys.blocks))
     runs = _transpose(runs, shard_of, base, count)
-    label = shard_of[parts[:, 0]] * count + parts[:, 1]
+    label = shard_of.index_select(0, parts[:, 0]) * count + parts[:, 1]
     order = torch.argsort(label * len(keys.blocks) + parts[:, 0])
-    label, (key, query) = label[order], parts[order].unbind(1)
+    label, key, query = (column.index_select(0, order) for column in (label, *parts.unbind(1)))
     slots = predicates(queries, keys, (query, key), pairing.legal)
-    parts = torch.stack([label, key - base[shard_of[key]]], 1)
+    parts = torch.stack([label, key - base.index_select(0, shard_of.index_select(0, key))], 1)
     return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs, parts, slots)
 
 

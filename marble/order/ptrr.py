@@ -35,7 +35,10 @@ def ptrr(costs: Tensor, ranks: int) -> Tensor:
     """
     work = np.atleast_2d(costs.double().cpu().numpy())
     unit = 1 / np.maximum(work.sum(1), 1)
-    by_cost = np.argsort(-(unit @ work), kind="stable")
+    falling = -(unit @ work)
+    if len(work) == 1 and work.max(initial=0) < 1 << 16 and (work == work.round()).all():
+        falling = ~work[0].astype(np.uint16)  # the same order, and NumPy sorts short integers by radix
+    by_cost = np.argsort(falling, kind="stable")
     rounds = -(-len(by_cost) // ranks)
     padded = np.zeros((len(work), rounds * ranks))
     padded[:, : len(by_cost)] = work[:, by_cost]

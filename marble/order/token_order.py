@@ -59,11 +59,13 @@ class TokenOrder:
         # Rows count over the tokens of all ranks, rank after rank.
         row, lengths = length.cumsum() - length, np.array(self.lengths)
         cuts = ((lengths.cumsum() - lengths)[:, None] + np.arange(parts) * lengths[:, None] // parts).flatten()
-        first = np.union1d(row, cuts[cuts < lengths.sum()])
+        cuts_at = np.searchsorted(row, cuts)
+        new = (cuts < lengths.sum()) & (np.append(row, -1)[cuts_at] != cuts) & (np.append(cuts[1:], -1) != cuts)
+        first = np.insert(row, cuts_at[new], cuts[new])
         piece = np.searchsorted(row, first, side="right") - 1
         low = start[piece] + first - row[piece]
         high, rank = low + np.diff(first, append=lengths.sum()), np.searchsorted(cuts, first, side="right") - 1
-        pieces = torch.from_numpy(np.stack([low, high, rank], 1)[np.argsort(low)])
+        pieces = torch.from_numpy(np.stack([low, high, rank], 1)[np.argsort(low, kind="stable")])
         return TokenOrder(self.name, self.storage, self.world * parts, pieces)
 
     def segments(self, rank: int) -> Tensor:
@@ -89,7 +91,8 @@ class TokenOrder:
     @cached_property
     def _by_rank(self) -> Tensor:
         """The pieces, rank after rank."""
-        return self.pieces[torch.argsort(self.pieces[:, 2], stable=True)]
+        rank = self.pieces[:, 2].numpy().astype(np.min_scalar_type(self.world))  # NumPy sorts short integers by radix
+        return self.pieces[torch.from_numpy(np.argsort(rank, kind="stable"))]
 
     def index(self, rank: int) -> Tensor:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""

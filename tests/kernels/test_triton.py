@@ -1,5 +1,6 @@
 """Small Triton kernels against their oracles: natively on a GPU, by Triton's interpreter elsewhere."""
 
+import pickle
 from dataclasses import replace
 from random import Random
 
@@ -9,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from marble import Layout
+from marble.compose.packing import Packed
 from marble.kernels import oracles
 from marble.kernels.triton import bitmaps, classify, merge, pack, summaries, words
 from marble.mask.domains import BlockSummaries, dense, summarise
@@ -161,6 +163,21 @@ def test_range_words_of_tiles(block: int, window: int | None) -> None:
             assert len(label.unique()) == len(ranges)
             several |= len(ranges) > 1
     assert several or block == 1
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu compares whole plans")
+def test_plans_by_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with the kernel interpreted."""
+    for seed in range(8):
+        layout = random_layout(Random(seed), samples=4, length=20)
+        mask = stored_mask(planned_storage(layout, None), None)
+        tokens = torch.arange(layout.tokens)
+        rows, cols = tokens[tokens // 8 % 2 == 0], [tokens[tokens // 8 % 2 == turn] for turn in (0, 1)]
+        found = []
+        for by_kernel in (False, True):
+            monkeypatch.setattr("marble.mask.predicates._by_kernel", lambda _, chosen=by_kernel: chosen)
+            found.append(mask.tiles_of(Shard.of(rows), [Shard.of(each) for each in cols], 8))
+        assert pickle.dumps(Packed.of(found[0])) == pickle.dumps(Packed.of(found[1]))
 
 
 def _moved(blocks: Blocks) -> Blocks:

@@ -170,20 +170,20 @@ class _Moves:
         """Each rank's tokens to every rank of the group, as the heads that it computes."""
         for home, worker, part, rows in self.pairs():
             src = Rows(name, 0, len(rows), self.split.queries(part))
-            yield Transfer(home, src, worker, replace(rows, buffer=_INNER + name))
+            yield Transfer(home, src, worker, Rows(_INNER + name, rows.start, rows.stop))
 
     def spread_keys(self) -> Iterator[Transfer]:
         """The same for keys and values."""
         for home, worker, part, rows in self.pairs():
             for inner, heads in self.split.keys(part):
-                dst = replace(rows, buffer=f"{_INNER}kv", heads=inner)
+                dst = Rows(f"{_INNER}kv", rows.start, rows.stop, inner)
                 yield Transfer(home, Rows("kv", 0, len(rows), heads), worker, dst)
 
     def collect(self, name: str) -> Iterator[Transfer]:
         """What a rank computed for its heads, back to the ranks of the tokens."""
         for home, worker, part, rows in self.pairs():
             dst = Rows(name, 0, len(rows), self.split.queries(part))
-            yield Transfer(worker, replace(rows, buffer=_INNER + name), home, dst)
+            yield Transfer(worker, Rows(_INNER + name, rows.start, rows.stop), home, dst)
 
     def collect_keys(self) -> Iterator[Transfer]:
         """The same for the gradients of keys and values; copies land beside the first of their head."""
@@ -193,7 +193,7 @@ class _Moves:
             copies = _stretches([(head, copy) for head, _, copy in found if copy is not None])
             for name, stretches in (("dkv", first), ("copies", copies)):
                 for inner, heads in stretches:
-                    src = replace(rows, buffer=f"{_INNER}dkv", heads=inner)
+                    src = Rows(f"{_INNER}dkv", rows.start, rows.stop, inner)
                     yield Transfer(worker, src, home, Rows(name, 0, len(rows), heads))
 
     def adds(self) -> tuple[Add, ...]:
@@ -217,7 +217,7 @@ def _around(inner: Pass, moves: _Moves, buffers: tuple[Buffer, ...], first: Step
 
 def _renamed(step: Step, rank_of: Callable[[int], int]) -> Step:
     def rows(old: Rows) -> Rows:
-        return replace(old, buffer=_INNER + old.buffer)
+        return Rows(_INNER + old.buffer, old.start, old.stop, old.heads)
 
     def call(old: Call) -> Call:
         names = {name: _INNER + getattr(old, name) for name in ("q", "out", "lse", "dout", "dq", "delta")}
