@@ -15,18 +15,19 @@ from torch import Tensor
 
 
 class Cells(Protocol):
-    """Blocks as cells: `marble.mask.shards.Blocks`. All tensors are int64 [cells], but ``ptr``, [blocks + 1]."""
+    """Blocks as cells, by the names and meanings of `marble.mask.shards.Blocks`."""
 
-    block: int
-    span: Tensor
-    within: Tensor
-    start: Tensor
-    row: Tensor
-    rows: Tensor
+    @property
+    def block(self) -> int:
+        """Rows of a whole block."""
 
     @property
     def ptr(self) -> Tensor:
-        """Where each block's cells begin."""
+        """Where each block's cells begin, int64 [blocks + 1]."""
+
+    @property
+    def cells(self) -> Tensor:
+        """Span, within, start, row and rows of each cell, int64 [cells, 5], contiguous."""
 
 
 @triton.jit
@@ -47,22 +48,17 @@ def _range(lo, hi):
     return tl.where(lo < hi, lo | (hi << 8), 0)
 
 
-_PLAIN = list(range(15))
+_PLAIN = list(range(10))
 """Arguments that no two versions are compiled for, whatever their alignment: every plan brings new sizes."""
 
 
 @triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)
 def _words(
-    outer_block,
-    inner_block,
+    tiles,
     ptr,
-    span,
-    within,
-    row,
-    rows,
+    cells,
     inner_ptr,
-    inner_start,
-    inner_rows,
+    inner_cells,
     bounds,
     spans,
     words,
@@ -72,14 +68,16 @@ def _words(
     BLOCK: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    outer, inner = tl.load(outer_block + tile), tl.load(inner_block + tile)
+    outer, inner = tl.load(tiles + tile), tl.load(tiles + tl.num_programs(0) + tile)
     line = tl.arange(0, BLOCK)
     lo0, hi0 = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     lo1, hi1 = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for cell in range(tl.load(ptr + outer), tl.load(ptr + outer + 1)):
-        first, of = tl.load(row + cell), tl.load(span + cell)
-        here = (line >= first) & (line < first + tl.load(rows + cell))
-        place = line + (tl.load(within + cell) - first)
+        # Cells are span, within, start, row, rows.
+        at = cells + 5 * cell
+        of, first = tl.load(at), tl.load(at + 3)
+        here = (line >= first) & (line < first + tl.load(at + 4))
+        place = line + (tl.load(at + 1) - first)
         lo0 = tl.where(here, _bound(bounds, 0, of, spans, place), lo0)
         hi0 = tl.where(here, _bound(bounds, 1, of, spans, place), hi0)
         if TWO:
@@ -88,7 +86,7 @@ def _words(
     from0, to0 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     from1, to1 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for cell in range(tl.load(inner_ptr + inner), tl.load(inner_ptr + inner + 1)):
-        start, count = tl.load(inner_start + cell), tl.load(inner_rows + cell)
+        start, count = tl.load(inner_cells + 5 * cell + 2), tl.load(inner_cells + 5 * cell + 4)
         from0 += _passed(lo0, start, count)
         to0 += _passed(hi0, start, count)
         if TWO:
@@ -109,9 +107,7 @@ def _words(
     tl.store(labels + tile, tl.sum(word.to(tl.int64) * (factor ^ (factor >> 31)), 0))
 
 
-def range_words(
-    outer: Cells, inner: Cells, bounds: Tensor, outer_block: Tensor, inner_block: Tensor
-) -> tuple[Tensor, Tensor]:
+def range_words(outer: Cells, inner: Cells, bounds: Tensor, tiles: Tensor) -> tuple[Tensor, Tensor]:
     """The range words of some tiles, and a hash of each tile's words.
 
     Args:
@@ -119,34 +115,28 @@ def range_words(
         inner: the blocks that their columns belong to.
         bounds: int64 [bounds, 3, spans], contiguous: the first value, the last value and the offset of the two or four
             ramps that bound what each span's tokens see, as storage positions.
-        outer_block: int64 [tiles], contiguous, the outer block of each tile.
-        inner_block: int64 [tiles], contiguous, its inner block.
+        tiles: int64 [2, tiles], contiguous, the outer and the inner block of each tile.
 
     Returns:
         int32 [tiles, block] as in `marble.kernels.contract.TileList.ranges`, and int64 [tiles].
 
     Raises:
-        ValueError: if the bounds are not of this type and shape, or positions are not contiguous.
+        ValueError: if the bounds or the tiles are not of these types and shapes.
     """
     if bounds.dtype != torch.int64 or bounds.shape[:2] not in ((2, 3), (4, 3)) or not bounds.is_contiguous():
         raise ValueError(f"words: expected int64 bounds [2 or 4, 3, spans], got {bounds.dtype} {tuple(bounds.shape)}")
-    if not (outer_block.is_contiguous() and inner_block.is_contiguous()):
-        raise ValueError("words: expected contiguous blocks of tiles")
-    tiles, block = len(outer_block), outer.block
-    words = torch.empty(tiles, block, dtype=torch.int32, device=bounds.device)
-    labels = torch.empty(tiles, dtype=torch.int64, device=bounds.device)
-    if tiles:
-        _words[(tiles,)](
-            outer_block,
-            inner_block,
+    if tiles.dtype != torch.int64 or tiles.ndim != 2 or len(tiles) != 2 or not tiles.is_contiguous():
+        raise ValueError(f"words: expected int64 tiles [2, tiles], got {tiles.dtype} {tuple(tiles.shape)}")
+    count, block = tiles.shape[1], outer.block
+    words = torch.empty(count, block, dtype=torch.int32, device=bounds.device)
+    labels = torch.empty(count, dtype=torch.int64, device=bounds.device)
+    if count:
+        _words[(count,)](
+            tiles,
             outer.ptr,
-            outer.span,
-            outer.within,
-            outer.row,
-            outer.rows,
+            outer.cells,
             inner.ptr,
-            inner.start,
-            inner.rows,
+            inner.cells,
             bounds,
             bounds.shape[2],
             words,

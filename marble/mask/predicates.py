@@ -143,7 +143,7 @@ def _written_at_once(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor]) -> 
     from marble.kernels.triton.words import range_words
 
     assert outer.ranges is not None
-    words, label = range_words(outer.blocks, inner.blocks, outer.ranges.table, *tiles)
+    words, label = range_words(outer.blocks, inner.blocks, outer.ranges.table, torch.stack(tiles))
     ranges, slots = _distinct(words, label)
     block = outer.blocks.block
     return slots, ranges, words.new_zeros(0, block, -(-block // 32))

@@ -183,7 +183,7 @@ class _Hull:
         """This set where the condition holds, else the empty set."""
         return _Hull(torch.where(condition.unsqueeze(-1), self.ends, _FAR), torch.where(condition, self.count, 0))
 
-    def take(self, index: Tensor | slice) -> _Hull:
+    def take(self, index: Tensor | slice | int) -> _Hull:
         """The sets of some spans."""
         return _Hull(self.ends[index], self.count[index])
 

@@ -127,9 +127,19 @@ class Blocks:
         """The blocks of one of the shards."""
         first, last = self.base[number : number + 2]
         low, high = self.ptr[first : last + 1 : max(last - first, 1)].tolist() if last > first else (0, 0)
-        cells = (getattr(self, name)[low:high] for name in ("span", "within", "start", "row", "rows"))
-        of = self.of[low:high] - first
-        return Blocks(self.block, (self.shards[number],), (0, last - first), self.length[first:last], *cells, of)
+        cells = slice(low, high)
+        return Blocks(
+            self.block,
+            (self.shards[number],),
+            (0, last - first),
+            self.length[first:last],
+            self.span[cells],
+            self.within[cells],
+            self.start[cells],
+            self.row[cells],
+            self.rows[cells],
+            self.of[cells] - first,
+        )
 
     @classmethod
     def _cut(cls, shards: Sequence[Shard], storage: Storage, block: int) -> Blocks:
@@ -180,6 +190,11 @@ class Blocks:
     def ptr(self) -> Tensor:
         """Where each block's cells begin, int64 [blocks + 1]."""
         return pointers(self.of, len(self))
+
+    @cached_property
+    def cells(self) -> Tensor:
+        """The cells as one tensor, int64 [cells, 5]: span, within, start, row and rows of each."""
+        return torch.stack([self.span, self.within, self.start, self.row, self.rows], 1)
 
     def positions(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Storage positions of the rows of some blocks, [blocks, block], and which of them exist.

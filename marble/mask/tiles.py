@@ -87,8 +87,10 @@ class StoredMask:
         counts = [high - low for low, high in itertools.pairwise(keys.blocks.base)]
         length = keys.blocks.length.int().split(counts)
         start = torch.arange(0, max(counts) * block, block, dtype=torch.int32, device=runs.device)
-        made = zip(counts, length, by_query, key_lists, strict=True)
-        return [Tiles(block, rows.rows, start[:count], *lists, touch) for count, *lists in made]
+        return [
+            Tiles(block, rows.rows, start[: len(rows_of)], rows_of, query_list, key_list, touch)
+            for rows_of, query_list, key_list in zip(length, by_query, key_lists, strict=True)
+        ]
 
     def seen(self, shards: Sequence[Tensor], cols: Tensor, block: int) -> Tensor:
         """Which key blocks of the shard ``cols`` each query shard sees: bool [shards, key blocks]."""

@@ -156,7 +156,7 @@ def test_range_words_of_tiles(block: int, window: int | None) -> None:
             found, label = words.range_words(
                 *(_moved(side.blocks) for side in (outer, inner)),
                 outer.ranges.table.to(DEVICE),
-                *(blocks.to(DEVICE) for blocks in tiles),
+                torch.stack(tiles).to(DEVICE),
             )
             slots, ranges, _ = predicates(outer, inner, tiles, pairing.legal)
             assert torch.equal(found.cpu(), ranges[slots])
@@ -209,8 +209,8 @@ def test_wrong_inputs_are_refused() -> None:
         bitmaps.packed_bits(torch.zeros(4, 5), first.long(), first.long())
     blocks = Blocks.cut([Shard.of(torch.arange(3))], Storage.natural(Layout.from_cu_seqlens([0, 3])), 2)
     with pytest.raises(ValueError, match="int64 bounds"):
-        words.range_words(blocks, blocks, torch.zeros(3, 3, 1).long(), first.long(), first.long())
-    with pytest.raises(ValueError, match="contiguous blocks"):
-        words.range_words(blocks, blocks, torch.zeros(2, 3, 1).long(), torch.zeros(2, 2).long().T[0], first.long())
+        words.range_words(blocks, blocks, torch.zeros(3, 3, 1).long(), torch.zeros(2, 4).long())
+    with pytest.raises(ValueError, match="int64 tiles"):
+        words.range_words(blocks, blocks, torch.zeros(2, 3, 1).long(), torch.zeros(4, 2).long().T)
     with pytest.raises(ValueError, match="one shape"):
         bitmaps.packed_bits(torch.zeros(4, 5).int(), torch.zeros(1, 2).long(), torch.zeros(1, 3).long())
