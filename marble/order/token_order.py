@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from marble.layout import CPU
 from marble.mask.shards import Shard, expand
 from marble.mask.storage import Storage
 
@@ -81,7 +82,7 @@ class TokenOrder:
     def shards(self) -> tuple[Shard, ...]:
         """Every rank's tokens, as stretches of the storage order."""
         start, stop, rank = self._by_rank.T
-        length, lengths = stop - start, torch.tensor(self.lengths)
+        length, lengths = stop - start, torch.tensor(self.lengths, device=CPU)
         row = length.cumsum(0) - length - (lengths.cumsum(0) - lengths)[rank]
         columns = torch.stack([start, stop, row]).to(self.storage.device, non_blocking=True)
         counts = torch.bincount(rank, minlength=self.world).tolist()
