@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from marble.layout import CPU
@@ -55,18 +56,24 @@ class TokenOrder:
     def split(self, parts: int) -> TokenOrder:
         """Every rank's tokens cut into ``parts`` even parts for neighbouring ranks: rank r's are the ranks r · parts
         and following. Parts differ by one token at most."""
-        by_rank = self._by_rank.numpy()
-        start, length = by_rank[:, 0], by_rank[:, 1] - by_rank[:, 0]
-        # Rows count over the tokens of all ranks, rank after rank.
-        row, lengths = length.cumsum() - length, np.array(self.lengths)
+        start, stop, _ = self.pieces.numpy().T
+        # Rows count over the tokens of all ranks, rank after rank; every part begins at a row.
+        length, lengths = (stop - start)[self._rank_order], np.array(self.lengths)
+        row = length.cumsum() - length
         cuts = ((lengths.cumsum() - lengths)[:, None] + np.arange(parts) * lengths[:, None] // parts).flatten()
-        cuts_at = np.searchsorted(row, cuts)
-        new = (cuts < lengths.sum()) & (np.append(row, -1)[cuts_at] != cuts) & (np.append(cuts[1:], -1) != cuts)
-        first = np.insert(row, cuts_at[new], cuts[new])
-        piece = np.searchsorted(row, first, side="right") - 1
-        low = start[piece] + first - row[piece]
-        high, rank = low + np.diff(first, append=lengths.sum()), np.searchsorted(cuts, first, side="right") - 1
-        pieces = torch.from_numpy(np.stack([low, high, rank], 1)[np.argsort(low, kind="stable")])
+        part = np.flatnonzero(np.diff(cuts, append=lengths.sum()))
+        cuts = cuts[part]
+        # The first piece that begins in each part; a part that begins inside a piece cuts that one.
+        first = np.searchsorted(row, cuts)
+        rank = np.empty_like(start)
+        rank[self._rank_order] = np.repeat(part, np.diff(first, append=len(row)))
+        holder = np.searchsorted(row, cuts, side="right") - 1
+        inside = row[holder] < cuts
+        cut_at = start[self._rank_order[holder[inside]]] + (cuts - row[holder])[inside]
+        order = np.argsort(cut_at)
+        place = np.searchsorted(start, cut_at[order])
+        low, rank = np.insert(start, place, cut_at[order]), np.insert(rank, place, part[inside][order])
+        pieces = torch.from_numpy(np.stack([low, np.append(low[1:], stop[-1:]), rank], 1))
         return TokenOrder(self.name, self.storage, self.world * parts, pieces)
 
     def segments(self, rank: int) -> Tensor:
@@ -81,7 +88,7 @@ class TokenOrder:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Every rank's tokens, as stretches of the storage order."""
-        start, stop, rank = self._by_rank.T
+        start, stop, rank = self.pieces[torch.from_numpy(self._rank_order)].T
         length, lengths = stop - start, torch.tensor(self.lengths, device=CPU)
         row = length.cumsum(0) - length - (lengths.cumsum(0) - lengths)[rank]
         columns = torch.stack([start, stop, row]).to(self.storage.device, non_blocking=True)
@@ -90,10 +97,10 @@ class TokenOrder:
         return tuple(Shard(*part) for part in parts)
 
     @cached_property
-    def _by_rank(self) -> Tensor:
+    def _rank_order(self) -> NDArray[np.int64]:
         """The pieces, rank after rank."""
         rank = self.pieces[:, 2].numpy().astype(np.min_scalar_type(self.world))  # NumPy sorts short integers by radix
-        return self.pieces[torch.from_numpy(np.argsort(rank, kind="stable"))]
+        return np.argsort(rank, kind="stable")
 
     def index(self, rank: int) -> Tensor:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""
