@@ -147,21 +147,19 @@ class Layout:
 
     def _sound(self) -> bool:
         """Whether nothing is wrong with the samples; `_complain` says what."""
-        counts = np.array([len(sample) for sample in self.samples])
         kinds = set(map(type, itertools.chain.from_iterable(self.samples)))
-        if not counts.all() or not all(issubclass(kind, Span) for kind in kinds):
+        if not all(self.samples) or not all(issubclass(kind, Span) for kind in kinds):
             return False
-        mode, _, groups = self._columns
+        counts, mode, _, group = self._columns
         padding = np.add.reduceat(mode == _MODES.index(Mode.PAD), counts.cumsum() - counts, dtype=np.int64)
         if ((padding > 0) & (padding < counts)).any():
             return False
+        named = _named(group)
+        if not named:
+            return True
         sample = np.repeat(np.arange(len(counts)), counts)
-        users: dict[int, tuple[int, int]] = {}
-        return all(
-            users.setdefault(number, user := (sample[at], mode[at])) == user
-            for at, number in enumerate(groups)
-            if number is not None
-        )
+        users: dict[int | None, tuple[int, int]] = {}
+        return all(users.setdefault(group[at], user := (sample[at], mode[at])) == user for at in named)
 
     @cached_property
     def tokens(self) -> int:
@@ -176,12 +174,12 @@ class Layout:
 
     def __getstate__(self) -> dict[str, Any]:
         # Columns are small and quick to write; the rest is cached and derives from them.
-        mode, length, group = self._columns
+        counts, mode, length, group = self._columns
         return {
-            "spans": [len(sample) for sample in self.samples],
+            "spans": counts.tolist(),
             "modes": mode.tobytes(),
             "lengths": length.tolist(),
-            "groups": {at: number for at, number in enumerate(group) if number is not None},
+            "groups": {at: group[at] for at in _named(group)},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -199,17 +197,17 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """A fingerprint: equal for equal layouts, in every process."""
-        mode, length, group = self._columns
-        sha = hashlib.sha256(repr([len(sample) for sample in self.samples]).encode())
-        sha.update(mode.tobytes())
-        sha.update(length.tobytes())
-        if group.count(None) < len(group):
-            sha.update(repr(group).encode())
+        counts, mode, length, group = self._columns
+        sha = hashlib.sha256(f"{len(counts)} samples".encode())
+        for column in (counts, mode, length):
+            sha.update(column.astype("<i8").tobytes())  # the same bytes on every machine
+        sha.update(repr([(at, group[at]) for at in _named(group)]).encode())
         return sha.digest()
 
     @cached_property
-    def _columns(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[int | None]]:
-        """Per span its mode, as its place among all modes, its length and its group."""
+    def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], list[int | None]]:
+        """The number of spans of each sample; per span its mode, as its place among all modes, its length and group."""
+        counts = np.fromiter(map(len, self.samples), np.int64, len(self.samples))
         spans = list(itertools.chain.from_iterable(self.samples))
         # Modes are single objects, and comparing them as numbers is many times faster than as members of an enum.
         which = np.fromiter(map(id, map(attrgetter("mode"), spans)), np.int64, len(spans))
@@ -217,28 +215,30 @@ class Layout:
         for place, known in enumerate(_MODES):
             mode[which == id(known)] = place
         length = np.fromiter(map(attrgetter("length"), spans), np.int64, len(spans))
-        return mode, length, list(map(attrgetter("group"), spans))
+        return counts, mode, length, list(map(attrgetter("group"), spans))
 
     @cached_property
     def table(self) -> SpanTable:
         """The spans as columns."""
-        mode, length, group = self._columns
-        count = len(mode)
+        counts, mode, length, group = self._columns
+        count, named = len(mode), _named(group)
         full, noise, linked, pad = (
             mode == _MODES.index(which) for which in (Mode.FULL, Mode.NOISE, Mode.GROUP, Mode.PAD)
         )
-        owner = np.repeat(np.arange(len(self.samples)), [len(sample) for sample in self.samples])
-        # What attends to each other gets one key: spans of one id, group spans of a sample without, a span alone.
-        place = np.arange(count)
-        key = np.where(linked, count + owner, place)
-        if group.count(None) < count:
-            named = [at for at, number in enumerate(group) if number is not None]
-            numbers: dict[Any, int] = {}
-            key[named] = [2 * count + numbers.setdefault(group[at], len(numbers)) for at in named]
+        owner = np.repeat(np.arange(len(counts)), counts)
+        # Spans that attend to each other are led by the first of them: of one id, or group spans of a sample without.
+        leader = np.arange(count)
+        unnamed = linked.copy()
+        unnamed[named] = False
+        some = np.flatnonzero(unnamed)
+        fresh = np.append(True, owner[some[1:]] != owner[some[:-1]])[: len(some)]
+        leader[some] = some[fresh].repeat(np.diff(np.flatnonzero(fresh), append=len(some)))
+        leaders: dict[int | None, int] = {}
+        leader[named] = [leaders.setdefault(group[at], at) for at in named]
         wide = full | noise | linked
-        seg = np.full(count, -1)
-        _, first, which = np.unique(key[wide], return_index=True, return_inverse=True)
-        seg[wide] = np.argsort(np.argsort(first))[which]
+        # Leaders of spans that are wide are numbered as they come.
+        leads = wide & (leader == np.arange(count))
+        seg = np.where(wide, (leads.cumsum() - 1)[leader], -1)
         columns = (length.cumsum() - length, length, np.where(pad, -1, owner), seg, np.where(noise, seg, -1), linked)
         return SpanTable(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
 
@@ -346,6 +346,13 @@ class Layout:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f'layout JSON: expected {{"samples": [[[mode, length], ...], ...]}} ({error})') from None
         return cls(samples)
+
+
+def _named(group: list[int | None]) -> list[int]:
+    """The places of spans with an id of their own."""
+    if group.count(None) == len(group):
+        return []
+    return [at for at, number in enumerate(group) if number is not None]
 
 
 def _complain(samples: tuple[tuple[Span, ...], ...]) -> None:

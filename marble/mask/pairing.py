@@ -12,6 +12,7 @@ from torch import Tensor
 from marble.mask.algebra import MaskFn
 from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.predicates import CHUNK, Side
+from marble.mask.scans import running_max
 from marble.mask.shards import expand, true_at
 from marble.mask.tracks import Tracks
 
@@ -171,7 +172,7 @@ def merge(group: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, T
     if key.is_cuda or not bool((key[1:] >= key[:-1]).all()):
         key, order = torch.sort(key)
         start, stop = start.index_select(0, order), stop.index_select(0, order)
-    reach = (stop + shift).cummax(0).values
+    reach = running_max(stop + shift)
     fresh = torch.ones_like(group, dtype=torch.bool)
     torch.gt(key[1:], reach[:-1], out=fresh[1:])
     if key.is_cuda or not bool(fresh.all()):

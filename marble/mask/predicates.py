@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from marble.mask.ranges import Ramp, SpanRanges
+from marble.mask.scans import running_max
 from marble.mask.shards import Blocks, expand, true_at
 
 CHUNK = 256
@@ -307,7 +308,7 @@ def _classes(label: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.arange(len(label), device=label.device)
     start = torch.zeros_like(place)
     start[1:] = place[1:] * (sorted_label[1:] != sorted_label[:-1])
-    twin = torch.empty_like(order).index_copy_(0, order, order.index_select(0, start.cummax(0).values))
+    twin = torch.empty_like(order).index_copy_(0, order, order.index_select(0, running_max(start)))
     first = twin == place
     return true_at(first), (first.cumsum(0) - 1).index_select(0, twin)
 

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from marble.mask.scans import running_max
 from marble.mask.storage import Storage
 
 
@@ -263,9 +264,9 @@ class _Spans:
         hull = _Hull(self.own.ends[order], self.own.count[order]).where(members.gather(1, order))
         # Scans run over all spans at once: a shift per group keeps earlier groups from mattering.
         shift = (fresh.long().cumsum(1) * (4 * _FAR // max(len(by), 1))).unsqueeze(-1)
-        ends = (hull.ends - shift).cummin(1).values + shift
+        ends = -running_max((shift - hull.ends).movedim(-1, 0)).movedim(0, -1) + shift
         total = hull.count.cumsum(1)
-        base = torch.where(fresh, total - hull.count, 0).cummax(1).values
+        base = running_max(torch.where(fresh, total - hull.count, 0))
         count = torch.where(fresh, 0, total.roll(1, 1) - base)
         ends = torch.where((count > 0).unsqueeze(-1), ends.roll(1, 1), _FAR)
         found = _Hull(
