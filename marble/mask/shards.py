@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,12 +117,27 @@ class Blocks:
 
     @classmethod
     def cut(cls, shards: Sequence[Shard], storage: Storage, block: int) -> Blocks:
-        """Cut shards of a storage order into blocks of ``block`` rows and cells. The last are kept: the layers of a
-        model ask for the same."""
-        key = (block, *shards)
+        """Cut shards of a storage order into blocks of ``block`` rows and cells."""
+        return cls._kept(storage, (block, *shards), lambda: cls._cut(shards, storage, block))
+
+    @classmethod
+    def whole(cls, storage: Storage, block: int) -> Blocks:
+        """The blocks of all stored tokens."""
+
+        def make() -> Blocks:
+            span = torch.arange(len(storage.stored_start), device=storage.device)
+            shard = Shard.of_interval(0, storage.layout.tokens, storage.device)
+            start = storage.stored_start
+            return cls._at_blocks((shard,), storage, block, span, start, start + storage.stored_length, start)
+
+        return cls._kept(storage, (block, "whole"), make)
+
+    @classmethod
+    def _kept(cls, storage: Storage, key: tuple[Any, ...], make: Callable[[], Blocks]) -> Blocks:
+        """What was made last stays: the layers of a model ask for the same."""
         if key not in storage.last_cut:
             storage.last_cut.clear()
-            storage.last_cut[key] = cls._cut(shards, storage, block)
+            storage.last_cut[key] = make()
         return storage.last_cut[key]
 
     def part(self, number: int) -> Blocks:
@@ -143,41 +160,54 @@ class Blocks:
 
     @classmethod
     def _cut(cls, shards: Sequence[Shard], storage: Storage, block: int) -> Blocks:
+        """The stretches of the shards, cut at spans, then at blocks."""
         borders = storage.stored_start
-        counts = [-(-shard.rows // block) for shard in shards]
-        base = [0]
-        for count in counts:
-            base.append(base[-1] + count)
+        first = _bases(shards, block)[:-1]
+        start, stop = (torch.cat([getattr(shard, side) for shard in shards]) for side in ("start", "stop"))
+        row = torch.cat([shard.row + at * block for shard, at in zip(shards, first, strict=True)])
+        spans = torch.searchsorted(borders, start, right=True) - 1
+        stretch, span = expand(spans, torch.searchsorted(borders, stop) - spans)
+        start, stop, row = (column.index_select(0, stretch) for column in (start, stop, row))
+        border = borders.index_select(0, span)
+        low = torch.maximum(start, border)
+        high = torch.minimum(stop, border + storage.stored_length.index_select(0, span))
+        return cls._at_blocks(shards, storage, block, span, low, high, row + low - start)
+
+    @classmethod
+    def _at_blocks(
+        cls, shards: Sequence[Shard], storage: Storage, block: int, span: Tensor, low: Tensor, high: Tensor, row: Tensor
+    ) -> Blocks:
+        """Stretches from ``low`` to ``high`` of single stored spans, cut at blocks.
+
+        Args:
+            shards: what the stretches make up.
+            storage: the storage order.
+            block: rows of a whole block.
+            span: int64 [stretches], which stored span each is of.
+            low: int64 [stretches], first storage position.
+            high: int64 [stretches], one past the last.
+            row: int64 [stretches], the row of the first, counted over the whole blocks of all shards.
+        """
+        borders, base = storage.stored_start, _bases(shards, block)
         length = torch.full((base[-1],), block, dtype=torch.int64, device=borders.device)
         for shard, last in zip(shards, base[1:], strict=True):
             if shard.rows % block:
                 length[last - 1] = shard.rows % block
-        start, stop = (torch.cat([getattr(shard, side) for shard in shards]) for side in ("start", "stop"))
-        row = torch.cat([shard.row + first * block for shard, first in zip(shards, base[:-1], strict=True)])
-        # Stretches cut at spans, then at blocks.
-        spans = torch.searchsorted(borders, start, right=True) - 1
-        stretch, span = expand(spans, torch.searchsorted(borders, stop) - spans)
-        start, stop, row = (column.index_select(0, stretch) for column in (start, stop, row))
-        border, next_border = (column.index_select(0, span) for column in (borders, borders.roll(-1)))
-        low = torch.maximum(start, border)
-        high = torch.where(next_border > 0, torch.minimum(stop, next_border), stop)  # the last span has no next one
-        row += low - start
         end = row + high - low
         low_block = row // block
         piece, of = expand(low_block, (end - 1) // block + 1 - low_block)
-        row, end, within = (column.index_select(0, piece) for column in (row, end, low - border))
+        row, end, start, span = (column.index_select(0, piece) for column in (row, end, low, span))
         at = torch.maximum(row, of * block)
         rows = torch.minimum(end, (of + 1) * block) - at
-        within += at - row
-        span = span.index_select(0, piece)
+        start += at - row
         return cls(
             block,
             tuple(shards),
-            tuple(base),
+            base,
             length,
             storage.span_order.index_select(0, span),
-            within,
-            within + borders.index_select(0, span),
+            start - borders.index_select(0, span),
+            start,
             at - of * block,
             rows,
             of,
@@ -227,6 +257,11 @@ class Blocks:
     def first(self) -> Tensor:
         """The storage position of each block's first row, int64 [blocks]."""
         return self.start.index_select(0, self.ptr[:-1])
+
+
+def _bases(shards: Sequence[Shard], block: int) -> tuple[int, ...]:
+    """The first block of each shard and, last, the number of blocks."""
+    return (0, *itertools.accumulate(-(-shard.rows // block) for shard in shards))
 
 
 def pointers(owner: Tensor, owners: int) -> Tensor:

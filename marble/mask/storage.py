@@ -58,8 +58,12 @@ class Storage:
     @cached_property
     def stored_start(self) -> Tensor:
         """First storage position of each span as it is stored, int64 [spans], rising from 0."""
-        length = self.table.length[self.span_order]
-        return length.cumsum(0) - length
+        return self.stored_length.cumsum(0) - self.stored_length
+
+    @cached_property
+    def stored_length(self) -> Tensor:
+        """Tokens of each span as it is stored, int64 [spans]."""
+        return self.table.length[self.span_order]
 
     @cached_property
     def span(self) -> Tensor:

@@ -114,9 +114,7 @@ class StoredMask:
 
     def work(self, block: int) -> Tensor:
         """Visited tiles of each query block of the whole stored sequence, int64 [blocks]."""
-        tokens = self.storage.layout.tokens
-        everything = [Shard.of_interval(0, tokens, self.storage.device)]
-        keys = self._side(everything, block, keys=True)
+        keys = Side(Blocks.whole(self.storage, block), None if self.ranges is None else self.ranges.key_spans)
         pairing = Pairing(self.mask, lambda: self.tracks, replace(keys, ranges=None), keys)
         change = torch.zeros(len(keys.blocks) + 1, dtype=torch.int64, device=keys.blocks.of.device)
         left = pairing.keys.left
