@@ -65,9 +65,9 @@ class Pairing:
 
     def touched(self, sights: Sights) -> tuple[Tensor, Tensor, Tensor]:
         """Intervals (key block, first query block, one past the last) with a legal pair, sorted and disjoint."""
-        low, high = self.queries.blocks.shards[0].before(torch.stack([sights.lo, sights.hi]))
+        low, high = bounds = self.queries.blocks.shards[0].before(torch.stack([sights.lo, sights.hi]))
         some = true_at(low < high)
-        block, low, high = (part.index_select(0, some) for part in (sights.block, low, high))
+        block, (low, high) = sights.block.index_select(0, some), bounds.index_select(1, some)
         return merge(block, low // self.block, (high - 1) // self.block + 1)
 
     def classify(self) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class Pairing:
         # Full: the query blocks inside every key's range. Ragged blocks are never full.
         from_, to = self.queries.blocks.shards[0].before(self.keys.common)
         first = (from_ + (self.block - 1)) // self.block
-        last = torch.where(self.keys.blocks.length == self.block, to // self.block, 0)
+        last = to // self.block * (self.keys.blocks.length == self.block)
         last = torch.maximum(first, last)
         full = true_at(last > first)
         start, stop = first.index_select(0, full), last.index_select(0, full)

@@ -9,7 +9,7 @@ number. A hull is a range if and only if it has as many tokens as are visible. `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -158,6 +158,12 @@ class VisibleRanges:
 _FAR = 1 << 40
 
 
+@lru_cache
+def _far(device: torch.device) -> Tensor:
+    """`_FAR` where a GPU can read it: a plain number is first written there, by a kernel of its own."""
+    return torch.full((), _FAR, device=device)
+
+
 @dataclass(frozen=True, eq=False)
 class _Hull:
     """Sets of stored tokens by their ends and sizes.
@@ -182,7 +188,7 @@ class _Hull:
 
     def where(self, condition: Tensor) -> _Hull:
         """This set where the condition holds, else the empty set."""
-        return _Hull(torch.where(condition.unsqueeze(-1), self.ends, _FAR), torch.where(condition, self.count, 0))
+        return _Hull(torch.where(condition.unsqueeze(-1), self.ends, _far(self.ends.device)), self.count * condition)
 
     def take(self, index: Tensor | slice | int) -> _Hull:
         """The sets of some spans."""
@@ -192,8 +198,8 @@ class _Hull:
         """Where ``real`` holds, lo and hi, int64 [..., 2], equal for the empty set; and whether there is no other token
         between them."""
         seen = (self.count != 0) & real
-        ends = torch.where(seen.unsqueeze(-1), self.ends, 0)
-        return ends.abs(), torch.where(seen, self.count, 0) + ends.sum(-1) == 0
+        ends = self.ends * seen.unsqueeze(-1)
+        return ends.abs(), self.count * seen + ends.sum(-1) == 0
 
 
 class _Spans:
@@ -266,12 +272,12 @@ class _Spans:
         shift = (fresh.long().cumsum(1) * (4 * _FAR // max(len(by), 1))).unsqueeze(-1)
         ends = -running_max((shift - hull.ends).movedim(-1, 0)).movedim(0, -1) + shift
         total = hull.count.cumsum(1)
-        base = running_max(torch.where(fresh, total - hull.count, 0))
-        count = torch.where(fresh, 0, total.roll(1, 1) - base)
-        ends = torch.where((count > 0).unsqueeze(-1), ends.roll(1, 1), _FAR)
+        base = running_max((total - hull.count) * fresh)
+        hull = _Hull(ends.roll(1, 1), total.roll(1, 1) - base)
+        hull = hull.where((hull.count > 0) & ~fresh)
         found = _Hull(
-            torch.empty_like(ends).scatter_(1, order.unsqueeze(-1).expand_as(ends), ends),
-            torch.empty_like(count).scatter_(1, order, count),
+            torch.empty_like(hull.ends).scatter_(1, order.unsqueeze(-1).expand_as(ends), hull.ends),
+            torch.empty_like(hull.count).scatter_(1, order, hull.count),
         )
         return [found.take(number) for number in range(len(members))]
 
@@ -340,7 +346,7 @@ class _Spans:
         at = torch.searchsorted(self._starts_by_group, wanted, right=True) - 1
         found = self.by_group[at.clamp(min=0)]
         inside = (position - self.start[found]).clamp_(min=0).minimum(self.length[found])
-        return torch.where((at >= 0) & (self.group[found] == group), self.mates_before.count[found] + inside, 0)
+        return (self.mates_before.count[found] + inside) * ((at >= 0) & (self.group[found] == group))
 
 
 def _global_keys(spans: _Spans, span: Tensor | slice, within: Tensor) -> _Hull:

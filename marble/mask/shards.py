@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from marble.layout import CPU
 from marble.mask.storage import Storage
 
 
@@ -25,6 +26,11 @@ def expand(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     owner = torch.repeat_interleave(count)
     shift = start - (count.cumsum(0) - count)
     return owner, torch.arange(len(owner), device=owner.device) + shift.index_select(0, owner)
+
+
+def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers that the host knows, int64 [values], on a device that is not waited for."""
+    return torch.tensor(values, dtype=torch.int64, device=CPU).to(device, non_blocking=True)
 
 
 def true_at(mask: Tensor) -> Tensor:
@@ -63,7 +69,7 @@ class Shard:
     @classmethod
     def of_interval(cls, start: int, stop: int, device: torch.device) -> Shard:
         """All stored tokens from ``start`` to ``stop``."""
-        first, last, row = torch.tensor([[start], [stop], [0]], device=device)
+        first, last, row = numbers([start, stop, 0], device).unsqueeze(1)
         return cls(first, last, row, stop - start)
 
     @cached_property
@@ -167,7 +173,7 @@ class Blocks:
         row = torch.cat([shard.row + at * block for shard, at in zip(shards, first, strict=True)])
         spans = torch.searchsorted(borders, start, right=True) - 1
         stretch, span = expand(spans, torch.searchsorted(borders, stop) - spans)
-        start, stop, row = (column.index_select(0, stretch) for column in (start, stop, row))
+        start, stop, row = torch.stack([start, stop, row]).index_select(1, stretch)
         border = borders.index_select(0, span)
         low = torch.maximum(start, border)
         high = torch.minimum(stop, border + storage.stored_length.index_select(0, span))
@@ -196,7 +202,7 @@ class Blocks:
         end = row + high - low
         low_block = row // block
         piece, of = expand(low_block, (end - 1) // block + 1 - low_block)
-        row, end, start, span = (column.index_select(0, piece) for column in (row, end, low, span))
+        row, end, start, span = torch.stack([row, end, low, span]).index_select(1, piece)
         at = torch.maximum(row, of * block)
         rows = torch.minimum(end, (of + 1) * block) - at
         start += at - row
@@ -266,5 +272,7 @@ def _bases(shards: Sequence[Shard], block: int) -> tuple[int, ...]:
 
 def pointers(owner: Tensor, owners: int) -> Tensor:
     """Where the entries of each owner begin, int64 [owners + 1], for entries sorted by owner."""
+    if owner.is_cuda:  # fewer kernels, and bincount would wait
+        return torch.searchsorted(owner.contiguous(), torch.arange(owners + 1, device=owner.device))
     ptr = torch.zeros(owners + 1, dtype=torch.int64, device=owner.device)
-    return ptr.scatter_add_(0, owner + 1, torch.ones_like(owner)).cumsum(0)  # bincount waits for a GPU
+    return ptr.scatter_add_(0, owner + 1, torch.ones_like(owner)).cumsum(0)

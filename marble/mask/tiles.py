@@ -21,7 +21,7 @@ from marble.mask.algebra import MaskFn
 from marble.mask.pairing import Pairing, Sights
 from marble.mask.predicates import Side, predicates
 from marble.mask.ranges import VisibleRanges
-from marble.mask.shards import Blocks, Shard, expand, pointers, true_at
+from marble.mask.shards import Blocks, Shard, expand, numbers, pointers, true_at
 from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
 
@@ -148,12 +148,12 @@ def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:
     """Runs and parts by key block as lists by query block, one per key shard."""
     keys, queries = pairing.keys, pairing.queries
     # By query, the outer blocks are the query blocks once per key shard.
-    count, base = len(queries.blocks), torch.tensor(keys.blocks.base, device=runs.device)
+    count, base = len(queries.blocks), numbers(keys.blocks.base, runs.device)
     shard_of = torch.repeat_interleave(base.diff(), output_size=len(keys.blocks))
     runs = _transpose(runs, shard_of, base, count)
     label = shard_of.index_select(0, parts[:, 0]) * count + parts[:, 1]
     order = torch.argsort(label * len(keys.blocks) + parts[:, 0])
-    label, key, query = (column.index_select(0, order) for column in (label, *parts.unbind(1)))
+    label, key, query = torch.stack([label, *parts.unbind(1)]).index_select(1, order)
     slots = predicates(queries, keys, (query, key), pairing.legal)
     parts = torch.stack([label, key - base.index_select(0, shard_of.index_select(0, key))], 1)
     return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs, parts, slots)
@@ -165,7 +165,7 @@ def _lists(
     """Tile lists of the outer blocks from ``base[i]`` to ``base[i + 1]``, for runs and parts sorted by outer block."""
     slots, ranges, bits = predicates
     ptr = torch.stack([pointers(entries[:, 0], base[-1]) for entries in (runs, parts)])
-    ends = torch.tensor(base, device=ptr.device)
+    ends = numbers(base, ptr.device)
     cuts = ptr.index_select(1, ends)
     # Each list counts from its own first entry. Neighbouring lists share a pointer: one ends where the next begins.
     sizes = ends.diff() + 1
@@ -202,7 +202,7 @@ def _transpose(runs: Tensor, shard_of: Tensor, base: Tensor, queries: int) -> Te
     label = shard_of.index_select(0, key) * queries + query
     # As many runs begin as end: both in order of label and key, first all that begin.
     order = torch.argsort((side * (shards * queries) + label) * keys + key)
-    label, key = label.index_select(0, order), key.index_select(0, order)
+    label, key = torch.stack([label, key]).index_select(1, order)
     count = len(order) // 2
     label, first, last = label[:count], key[:count], key[count:]
     return torch.stack([label, first - base.index_select(0, shard_of.index_select(0, first)), last - first + 1], 1)
@@ -217,7 +217,7 @@ def _without(group: Tensor, most: int, start: Tensor, stop: Tensor) -> tuple[Ten
         (side, interval, start, stop) of what is left, side 0 for the group before and 1 for the one behind.
     """
     ptr = pointers(group, most + 2)
-    neighbour = group + torch.tensor([[-1], [1]], device=group.device)
+    neighbour = group + torch.arange(-1, 2, 2, device=group.device).unsqueeze(1)
     low, high = ptr[neighbour], ptr[neighbour + 1]
     start, stop = start.expand_as(low), stop.expand_as(low)
     pieces, cursor = [], start

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from marble import Layout
 from marble.compose.packing import Packed
 from marble.kernels import oracles
-from marble.kernels.triton import bitmaps, classify, merge, pack, summaries, words
+from marble.kernels.triton import bitmaps, classify, merge, pack, scans, summaries, words
 from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.pairing import Pairing
 from marble.mask.predicates import pack_bits, predicates
@@ -180,6 +180,14 @@ def test_plans_by_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert pickle.dumps(Packed.of(found[0])) == pickle.dumps(Packed.of(found[1]))
 
 
+@pytest.mark.parametrize("shape", [(1,), (4097,), (3, 700), (2, 2, 9000), (0,)])
+def test_running_maxima(shape: tuple[int, ...]) -> None:
+    values = torch.randint(-(1 << 61), 1 << 61, shape, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(scans.running_max(values.to(DEVICE)).cpu(), values.cummax(-1).values)
+    turned = values.movedim(0, -1)
+    assert torch.equal(scans.running_max(turned.to(DEVICE)).cpu(), turned.cummax(-1).values)
+
+
 def _moved(blocks: Blocks) -> Blocks:
     """Blocks on the device of the kernels."""
     columns = {name: column.to(DEVICE) for name, column in vars(blocks).items() if isinstance(column, torch.Tensor)}
@@ -212,5 +220,7 @@ def test_wrong_inputs_are_refused() -> None:
         words.range_words(blocks, blocks, torch.zeros(3, 3, 1).long(), torch.zeros(2, 4).long())
     with pytest.raises(ValueError, match="int64 tiles"):
         words.range_words(blocks, blocks, torch.zeros(2, 3, 1).long(), torch.zeros(4, 2).long().T)
+    with pytest.raises(ValueError, match="int64 values"):
+        scans.running_max(first)
     with pytest.raises(ValueError, match="one shape"):
         bitmaps.packed_bits(torch.zeros(4, 5).int(), torch.zeros(1, 2).long(), torch.zeros(1, 3).long())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from marble.compose.schedule import Rows
 from marble.kernels.contract import TileList, Tiles, Touch
+from marble.mask.shards import numbers
 
 
 def whole_blocks(rows: int, block: int) -> int:
@@ -66,5 +67,5 @@ def _visited(lists: Sequence[TileList]) -> Tensor:
     base = [0, *itertools.accumulate(len(tiles.runs) for tiles in lists)]
     total = torch.nn.functional.pad(torch.cat([tiles.runs[:, 1] for tiles in lists]).cumsum(0), (1, 0))
     ptr = torch.stack([tiles.run_ptr for tiles in lists])
-    full = total[ptr + torch.tensor(base[:-1], device=ptr.device).unsqueeze(1)].diff(dim=1)
+    full = total[ptr + numbers(base[:-1], ptr.device).unsqueeze(1)].diff(dim=1)
     return full + torch.stack([tiles.part_ptr for tiles in lists]).diff(dim=1)
