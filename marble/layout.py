@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -140,31 +141,25 @@ class Layout:
             raise TypeError("Layout.samples: give a sequence of samples, each a sequence of Span") from None
         if not samples:
             raise ValueError("Layout.samples: a layout needs at least one sample")
-        owner: dict[int, tuple[int, Mode]] = {}
-        for index, sample in enumerate(samples):
-            if not sample:
-                raise ValueError(f"Layout.samples[{index}]: a sample needs at least one span; leave empty samples out")
-            for span in sample:
-                if not isinstance(span, Span):
-                    raise TypeError(f"Layout.samples[{index}]: expected Span, got {type(span).__name__}")
-                if span.mode is Mode.PAD and any(other.mode is not Mode.PAD for other in sample):
-                    raise ValueError(
-                        f"Layout.samples[{index}]: padding cannot share a sample; give it a sample of its own"
-                    )
-                if span.group is None:
-                    continue
-                first, mode = owner.setdefault(span.group, (index, span.mode))
-                if first != index:
-                    raise ValueError(
-                        f"Layout.samples[{index}]: group {span.group} is already used in sample {first}; samples never "
-                        "attend to each other, so use a new id"
-                    )
-                if mode is not span.mode:
-                    raise ValueError(
-                        f"Layout.samples[{index}]: group {span.group} links a {mode} span to a {span.mode} span; "
-                        "use one id per mode"
-                    )
         object.__setattr__(self, "samples", samples)
+        if not self._sound():
+            _complain(samples)
+
+    def _sound(self) -> bool:
+        """Whether nothing is wrong with the samples; `_complain` says what."""
+        kinds = set(map(type, itertools.chain.from_iterable(self.samples)))
+        if not all(self.samples) or not all(issubclass(kind, Span) for kind in kinds):
+            return False
+        counts, mode, _, group = self._columns
+        padding = np.add.reduceat(mode == _MODES.index(Mode.PAD), counts.cumsum() - counts, dtype=np.int64)
+        if ((padding > 0) & (padding < counts)).any():
+            return False
+        named = _named(group)
+        if not named:
+            return True
+        sample = np.repeat(np.arange(len(counts)), counts)
+        users: dict[int | None, tuple[int, int]] = {}
+        return all(users.setdefault(group[at], user := (sample[at], mode[at])) == user for at in named)
 
     @cached_property
     def tokens(self) -> int:
@@ -179,13 +174,12 @@ class Layout:
 
     def __getstate__(self) -> dict[str, Any]:
         # Columns are small and quick to write; the rest is cached and derives from them.
-        spans = list(itertools.chain.from_iterable(self.samples))
-        groups = {at: span.group for at, span in enumerate(spans) if span.group is not None}
+        counts, mode, length, group = self._columns
         return {
-            "spans": [len(sample) for sample in self.samples],
-            "modes": bytes(map(_MODES.index, map(attrgetter("mode"), spans))),
-            "lengths": list(map(attrgetter("length"), spans)),
-            "groups": groups,
+            "spans": counts.tolist(),
+            "modes": mode.tobytes(),
+            "lengths": length.tolist(),
+            "groups": {at: group[at] for at in _named(group)},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -203,37 +197,48 @@ class Layout:
     @cached_property
     def digest(self) -> bytes:
         """A fingerprint: equal for equal layouts, in every process."""
-        table = self.table
-        sha = hashlib.sha256(repr([len(sample) for sample in self.samples]).encode())
-        for column in (table.length, table.sample, table.seg, table.noise, table.linked):
-            sha.update(column.numpy().tobytes())
-        groups = [span.group for sample in self.samples for span in sample]
-        if groups.count(None) < len(groups):
-            sha.update(repr(groups).encode())
+        counts, mode, length, group = self._columns
+        sha = hashlib.sha256(f"{len(counts)} samples".encode())
+        for column in (counts, mode, length):
+            sha.update(column.astype("<i8").tobytes())  # the same bytes on every machine
+        sha.update(repr([(at, group[at]) for at in _named(group)]).encode())
         return sha.digest()
+
+    @cached_property
+    def _columns(self) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64], list[int | None]]:
+        """The number of spans of each sample; per span its mode, as its place among all modes, its length and group."""
+        counts = np.fromiter(map(len, self.samples), np.int64, len(self.samples))
+        spans = list(itertools.chain.from_iterable(self.samples))
+        # Modes are single objects, and comparing them as numbers is many times faster than as members of an enum.
+        which = np.fromiter(map(id, map(attrgetter("mode"), spans)), np.int64, len(spans))
+        mode = np.zeros(len(spans), dtype=np.uint8)
+        for place, known in enumerate(_MODES):
+            mode[which == id(known)] = place
+        length = np.fromiter(map(attrgetter("length"), spans), np.int64, len(spans))
+        return counts, mode, length, list(map(attrgetter("group"), spans))
 
     @cached_property
     def table(self) -> SpanTable:
         """The spans as columns."""
-        spans = list(itertools.chain.from_iterable(self.samples))
-        count = len(spans)
-        # Modes are single objects, and comparing them as numbers is many times faster than as members of an enum.
-        mode = np.fromiter(map(id, map(attrgetter("mode"), spans)), np.int64, count)
-        full, noise, linked, pad = (mode == id(which) for which in (Mode.FULL, Mode.NOISE, Mode.GROUP, Mode.PAD))
-        length = np.fromiter(map(attrgetter("length"), spans), np.int64, count)
-        owner = np.repeat(np.arange(len(self.samples)), [len(sample) for sample in self.samples])
-        # What attends to each other gets one key: spans of one id, group spans of a sample without, a span alone.
-        place = np.arange(count)
-        key = np.where(linked, count + owner, place)
-        group = list(map(attrgetter("group"), spans))
-        if group.count(None) < count:
-            named = [at for at, number in enumerate(group) if number is not None]
-            numbers: dict[Any, int] = {}
-            key[named] = [2 * count + numbers.setdefault(group[at], len(numbers)) for at in named]
+        counts, mode, length, group = self._columns
+        count, named = len(mode), _named(group)
+        full, noise, linked, pad = (
+            mode == _MODES.index(which) for which in (Mode.FULL, Mode.NOISE, Mode.GROUP, Mode.PAD)
+        )
+        owner = np.repeat(np.arange(len(counts)), counts)
+        # Spans that attend to each other are led by the first of them: of one id, or group spans of a sample without.
+        leader = np.arange(count)
+        unnamed = linked.copy()
+        unnamed[named] = False
+        some = np.flatnonzero(unnamed)
+        fresh = np.append(True, owner[some[1:]] != owner[some[:-1]])[: len(some)]
+        leader[some] = some[fresh].repeat(np.diff(np.flatnonzero(fresh), append=len(some)))
+        leaders: dict[int | None, int] = {}
+        leader[named] = [leaders.setdefault(group[at], at) for at in named]
         wide = full | noise | linked
-        seg = np.full(count, -1)
-        _, first, which = np.unique(key[wide], return_index=True, return_inverse=True)
-        seg[wide] = np.argsort(np.argsort(first))[which]
+        # Leaders of spans that are wide are numbered as they come.
+        leads = wide & (leader == np.arange(count))
+        seg = np.where(wide, (leads.cumsum() - 1)[leader], -1)
         columns = (length.cumsum() - length, length, np.where(pad, -1, owner), seg, np.where(noise, seg, -1), linked)
         return SpanTable(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
 
@@ -341,6 +346,39 @@ class Layout:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f'layout JSON: expected {{"samples": [[[mode, length], ...], ...]}} ({error})') from None
         return cls(samples)
+
+
+def _named(group: list[int | None]) -> list[int]:
+    """The places of spans with an id of their own."""
+    if group.count(None) == len(group):
+        return []
+    return [at for at, number in enumerate(group) if number is not None]
+
+
+def _complain(samples: tuple[tuple[Span, ...], ...]) -> None:
+    """Raise what `Layout` promises about samples that do not make one."""
+    owner: dict[int, tuple[int, Mode]] = {}
+    for index, sample in enumerate(samples):
+        if not sample:
+            raise ValueError(f"Layout.samples[{index}]: a sample needs at least one span; leave empty samples out")
+        for span in sample:
+            if not isinstance(span, Span):
+                raise TypeError(f"Layout.samples[{index}]: expected Span, got {type(span).__name__}")
+            if span.mode is Mode.PAD and any(other.mode is not Mode.PAD for other in sample):
+                raise ValueError(f"Layout.samples[{index}]: padding cannot share a sample; give it a sample of its own")
+            if span.group is None:
+                continue
+            first, mode = owner.setdefault(span.group, (index, span.mode))
+            if first != index:
+                raise ValueError(
+                    f"Layout.samples[{index}]: group {span.group} is already used in sample {first}; samples never "
+                    "attend to each other, so use a new id"
+                )
+            if mode is not span.mode:
+                raise ValueError(
+                    f"Layout.samples[{index}]: group {span.group} links a {mode} span to a {span.mode} span; "
+                    "use one id per mode"
+                )
 
 
 def _samples_of_types(types: Tensor, keep: Tensor, modes: Mapping[int, Mode]) -> list[tuple[Span, ...]]:

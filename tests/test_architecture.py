@@ -90,7 +90,7 @@ PLANNER = (*SCHEDULES, *PLAN, "marble.compose.plan", "marble.compose.planner", "
 KERNELS = ("marble.kernels.contract", "marble.kernels.predicates")
 MAY_IMPORT = {
     "marble.layout": (),
-    "marble.mask": MASK,
+    "marble.mask": (*MASK, "marble.kernels.triton"),
     "marble.order": ORDER,
     "marble.comm.transport": (),
     "marble.comm": ("marble.comm",),

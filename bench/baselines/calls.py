@@ -130,7 +130,7 @@ class Case:
         title = f"{self.title}, rank {rank} of {ranks}"
         calls = [
             MaskedCall(f"{title}, step {step}", self.shape, stored, rows, shard, work)
-            for step, (shard, work) in enumerate(zip(shards, flag_touches(tiles)[0], strict=True))
+            for step, (shard, work) in enumerate(zip(shards, flag_touches(tiles).calls, strict=True))
         ]
         base, parts = 0, []
         for shard, work in zip(shards, tiles, strict=True):
@@ -159,7 +159,7 @@ class Case:
         title = f"{self.title}, rank {rank} of {ranks}"
         return [
             MaskedCall(f"{title}, {where}", self.shape, stored, rows, keys, work)
-            for where, keys, work in zip(("own", "fetched"), (rows, cols), flag_touches(works)[0], strict=False)
+            for where, keys, work in zip(("own", "fetched"), (rows, cols), flag_touches(works).calls, strict=False)
         ]
 
 

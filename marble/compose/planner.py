@@ -278,9 +278,10 @@ def _stored_masks(
     if mask is not None:
         probe(mask, Tracks.of(layout, tracks))
     built: dict[int | None, StoredMask] = {}
+    known = VisibleRanges(storage) if mask is None else None
     for window in windows:
         if window not in built:
-            ranges = VisibleRanges(storage, window) if mask is None else None
+            ranges = None if known is None else known.with_window(window)
             pairs = and_masks(packed_mask(window) if mask is None else mask, not_padding)
             built[window] = StoredMask(storage, pairs, ranges, tracks)
     return tuple(built[window] for window in windows)

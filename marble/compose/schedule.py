@@ -11,6 +11,8 @@ builder's own. A scheme that regroups heads (Ulysses) moves ``heads`` slices bet
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -144,9 +146,8 @@ class Pass:
         sizes = self.buffers_by_name
         if len(sizes) != len(self.buffers):
             raise ValueError("schedule: two buffers have one name")
+        self.hold(rows for step in self.steps for rows in _local_rows(step))
         for step in self.steps:
-            for rows in _local_rows(step):
-                self.holds(rows)
             for call in step.calls:
                 names = (call.out, call.lse) if call.dkv is None else (call.dout, call.lse, call.delta, call.dq)
                 for name in (call.q, *names):
@@ -158,14 +159,16 @@ class Pass:
         """The declarations by name."""
         return {buffer.name: buffer for buffer in self.buffers}
 
-    def holds(self, rows: Rows) -> None:
-        """Raise a ValueError unless the rows, and their heads, lie in a declared buffer."""
-        buffer = self.buffers_by_name.get(rows.buffer)
-        if buffer is None:
-            raise ValueError(f"schedule: buffer {rows.buffer!r} is not declared")
-        low, high = rows.heads or (0, buffer.heads)
-        if not (0 <= rows.start <= rows.stop <= buffer.rows and 0 <= low < high <= buffer.heads):
-            raise ValueError(f"schedule: {rows} leaves its buffer of {buffer.rows} rows and {buffer.heads} heads")
+    def hold(self, several: Iterable[Rows]) -> None:
+        """Raise a ValueError unless all these rows, and their heads, lie in a declared buffer."""
+        buffers = self.buffers_by_name
+        for rows in several:
+            buffer = buffers.get(rows.buffer)
+            if buffer is None:
+                raise ValueError(f"schedule: buffer {rows.buffer!r} is not declared")
+            low, high = rows.heads or (0, buffer.heads)
+            if not (0 <= rows.start <= rows.stop <= buffer.rows and 0 <= low < high <= buffer.heads):
+                raise ValueError(f"schedule: {rows} leaves its buffer of {buffer.rows} rows and {buffer.heads} heads")
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,14 +191,14 @@ class Schedule:
         if not 0 <= self.rank < self.world:
             raise ValueError(f"schedule: rank {self.rank} is not one of {self.world}")
         for which in (self.forward, self.backward):
-            for step in which.steps:
-                for transfer in step.transfers:
-                    if self.rank not in (transfer.source, transfer.target):
-                        raise ValueError(f"schedule: rank {self.rank} has no part in {transfer}")
-                    if self.rank == transfer.source:
-                        which.holds(transfer.src)
-                    if self.rank == transfer.target:
-                        which.holds(transfer.dst)
+            mine: list[Rows] = []
+            for transfer in itertools.chain.from_iterable(step.transfers for step in which.steps):
+                if self.rank not in (transfer.source, transfer.target):
+                    raise ValueError(f"schedule: rank {self.rank} has no part in {transfer}")
+                mine += [transfer.src] * (self.rank == transfer.source) + [transfer.dst] * (
+                    self.rank == transfer.target
+                )
+            which.hold(mine)
 
     @property
     def works(self) -> list[Work]:

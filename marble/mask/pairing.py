@@ -12,6 +12,7 @@ from torch import Tensor
 from marble.mask.algebra import MaskFn
 from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.predicates import CHUNK, Side
+from marble.mask.scans import running_max
 from marble.mask.shards import expand, true_at
 from marble.mask.tracks import Tracks
 
@@ -24,29 +25,21 @@ class Sights:
 
     Attributes:
         block: int64 [intervals], rising: key block ``block`` is seen by queries in ``lo`` to ``hi``.
-        lo: int64 [intervals], rising in each block.
-        hi: int64 [intervals], below the next ``lo`` of the block.
-        from_: int64 [key blocks], first query that sees every key.
-        to: int64 [key blocks], one past the last; not above ``from_`` if there is none.
+        lo: int64 [intervals].
+        hi: int64 [intervals], above ``lo``.
     """
 
     block: Tensor
     lo: Tensor
     hi: Tensor
-    from_: Tensor
-    to: Tensor
 
     @classmethod
     def of(cls, keys: Side) -> Sights:
         """What the blocks of a key side are seen by."""
         lo, hi = keys.ramps
-        of, count = keys.blocks.of, len(keys.blocks)
-        nothing = torch.zeros(count, dtype=torch.int64, device=of.device)
-        from_ = nothing.scatter_reduce(0, of, lo.last, "amax")
-        to = nothing.scatter_reduce(0, of, hi.first, "amin", include_self=False)
-        some = true_at((lo.first < hi.last) & keys.exact[of])
-        block, low, high = merge(*(part.index_select(0, some) for part in (of, lo.first, hi.last)))
-        return cls(block, low, high, from_, torch.where(keys.exact, to, from_))
+        seen = lo.first < hi.last
+        some = true_at(seen if keys.complete else seen & keys.exact[keys.blocks.of])
+        return cls(*(part.index_select(0, some) for part in (keys.blocks.of, lo.first, hi.last)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +65,9 @@ class Pairing:
 
     def touched(self, sights: Sights) -> tuple[Tensor, Tensor, Tensor]:
         """Intervals (key block, first query block, one past the last) with a legal pair, sorted and disjoint."""
-        shard = self.queries.blocks.shards[0]
-        low, high = shard.before(sights.lo), shard.before(sights.hi)
+        low, high = bounds = self.queries.blocks.shards[0].before(torch.stack([sights.lo, sights.hi]))
         some = true_at(low < high)
-        block, low, high = (part.index_select(0, some) for part in (sights.block, low, high))
+        block, (low, high) = sights.block.index_select(0, some), bounds.index_select(1, some)
         return merge(block, low // self.block, (high - 1) // self.block + 1)
 
     def classify(self) -> tuple[Tensor, Tensor]:
@@ -83,7 +75,7 @@ class Pairing:
         found = []
         if self.keys.ranges is not None:
             found.append(self.by_ranges())
-        left = true_at(~self.keys.exact)
+        left = self.keys.left
         if len(left) or not found:
             found.append(self.by_summaries(left))
         if len(found) == 1:
@@ -93,16 +85,16 @@ class Pairing:
 
     def by_ranges(self) -> tuple[Tensor, Tensor]:
         """Key blocks whose keys all have a range of visible queries."""
-        keys, shard = self.keys.blocks, self.queries.blocks.shards[0]
-        sights = Sights.of(self.keys)
         # Full: the query blocks inside every key's range. Ragged blocks are never full.
-        first = -(-shard.before(sights.from_) // self.block)
-        last = torch.where(keys.length == self.block, shard.before(sights.to) // self.block, 0)
+        from_, to = self.queries.blocks.shards[0].before(self.keys.common)
+        first = (from_ + (self.block - 1)) // self.block
+        last = to // self.block * (self.keys.blocks.length == self.block)
         last = torch.maximum(first, last)
         full = true_at(last > first)
-        runs = torch.stack([full, first[full], (last - first)[full]], 1)
+        start, stop = first.index_select(0, full), last.index_select(0, full)
+        runs = torch.stack([full, start, stop - start], 1)
         # Partial: what else the ranges touch.
-        block, low, high = self.touched(sights)
+        block, low, high = self.touched(Sights.of(self.keys))
         first, last = first.index_select(0, block), last.index_select(0, block)
         low = torch.stack([low, torch.maximum(low, last)], 1).flatten()
         high = torch.stack([torch.minimum(high, first), high], 1).flatten()
@@ -176,13 +168,14 @@ def merge(group: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, T
     """
     shift = group << 40
     key = start + shift
-    if not bool((key[1:] >= key[:-1]).all()):
+    # Asking a GPU takes longer than sorting in vain.
+    if key.is_cuda or not bool((key[1:] >= key[:-1]).all()):
         key, order = torch.sort(key)
-        start, stop = start[order], stop[order]
-    reach = (stop + shift).cummax(0).values
+        start, stop = start.index_select(0, order), stop.index_select(0, order)
+    reach = running_max(stop + shift)
     fresh = torch.ones_like(group, dtype=torch.bool)
     torch.gt(key[1:], reach[:-1], out=fresh[1:])
-    if not bool(fresh.all()):
+    if key.is_cuda or not bool(fresh.all()):
         first = true_at(fresh)
         last = torch.cat([first[1:], first.new_full((1,), len(fresh))]) - 1
         group, start = group.index_select(0, first), start.index_select(0, first)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from marble.mask.ranges import Ramp, SpanRanges
+from marble.mask.scans import running_max
 from marble.mask.shards import Blocks, expand, true_at
 
 CHUNK = 256
@@ -39,22 +40,40 @@ class Side:
         """Whether all tokens of a block have ranges, bool [blocks]."""
         some = self.ranges is not None
         exact = torch.full((len(self.blocks),), some, device=self.blocks.of.device)
-        if self.ranges is None or self.ranges.exact.all():
+        if self.ranges is None or self.ranges.complete:
             return exact
         broken = self.blocks.of[true_at(~self.ranges.exact.index_select(0, self.blocks.span))]
         return exact.index_fill_(0, broken, False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all tokens of the layout have ranges."""
+        return self.ranges is not None and self.ranges.complete
+
+    @cached_property
+    def left(self) -> Tensor:
+        """The blocks that are not exact, int64 [such blocks], rising."""
+        return self.blocks.of[:0] if self.complete else true_at(~self.exact)
+
+    @cached_property
+    def common(self) -> Tensor:
+        """For a key side: the first query that sees every key of a block, and one past the last, int64 [2, blocks]; not
+        above the first if there is none, and for blocks that are not exact."""
+        (lo, hi), of = self.ramps, self.blocks.of
+        nothing = torch.zeros(len(self.blocks), dtype=torch.int64, device=of.device)
+        from_ = nothing.scatter_reduce(0, of, lo.last, "amax")
+        to = nothing.scatter_reduce(0, of, hi.first, "amin", include_self=False)
+        return torch.stack([from_, to if self.complete else torch.where(self.exact, to, from_)])
 
     @cached_property
     def ramps(self) -> tuple[Ramp, ...]:
         """The bounds cell by cell; places are rows of the block."""
         assert self.ranges is not None
         cells = self.blocks
-        end, shift, ramps = cells.within + cells.rows - 1, cells.within - cells.row, []
-        for bound in self.ranges.bounds:
-            first, last, offset = (part.index_select(0, cells.span) for part in (bound.first, bound.last, bound.offset))
-            low, high = ((place + offset).clamp_(first, last) for place in (cells.within, end))
-            ramps.append(Ramp(low, high, offset + shift))
-        return tuple(ramps)
+        first, last, offset = self.ranges.table.index_select(2, cells.span).unbind(1)
+        low = (cells.within + offset).clamp_(first, last)
+        high = (cells.within + cells.rows - 1 + offset).clamp_(first, last)
+        return tuple(map(Ramp, low, high, offset + (cells.within - cells.row)))
 
 
 def _at_once(device: torch.device) -> int:
@@ -81,6 +100,8 @@ def predicates(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor], legal: Le
     """
     outer_block, inner_block = tiles
     count, block = len(outer_block), outer.blocks.block
+    if _by_kernel(outer_block) and outer.complete:
+        return _written_at_once(outer, inner, tiles)
     slots = torch.full((count,), -1, dtype=torch.int64, device=outer_block.device)
     words = []
     exact = outer.exact[outer_block] if count else slots.bool()
@@ -110,6 +131,23 @@ def predicates(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor], legal: Le
     tables, bit_slot = dedupe(some_bits, torch.arange(len(some_bits), device=slots.device))
     slots[~tiled], slots[tiled] = range_slot, ~bit_slot
     return slots, ranges, tables
+
+
+def _by_kernel(tiles: Tensor) -> bool:
+    """Whether a kernel writes the range words of tiles: it runs on GPUs."""
+    return tiles.is_cuda
+
+
+def _written_at_once(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The predicates of tiles whose outer blocks all have ranges, by one kernel: on a GPU, every row of every tile is
+    written sooner than equal tiles are recognised."""
+    from marble.kernels.triton.words import range_words
+
+    assert outer.ranges is not None
+    words, label = range_words(outer.blocks, inner.blocks, outer.ranges.table, torch.stack(tiles))
+    ranges, slots = _distinct(words, label)
+    block = outer.blocks.block
+    return slots, ranges, words.new_zeros(0, block, -(-block // 32))
 
 
 def _codes(outer: Side, inner: Side, tile: Tensor, cell: Tensor, inner_block: Tensor) -> list[Tensor]:
@@ -267,12 +305,12 @@ def _mix(columns: list[Tensor]) -> Tensor:
 def _classes(label: Tensor) -> tuple[Tensor, Tensor]:
     """The first entry of each distinct label, rising, and for each entry the index of its label's first entry there."""
     sorted_label, order = torch.sort(label, stable=True)
-    fresh = torch.ones_like(label, dtype=torch.bool)
-    torch.ne(sorted_label[1:], sorted_label[:-1], out=fresh[1:])
-    kept, place = torch.sort(order[fresh])
-    of = torch.empty_like(order)
-    of[order] = torch.argsort(place)[fresh.cumsum(0) - 1]
-    return kept, of
+    place = torch.arange(len(label), device=label.device)
+    start = torch.zeros_like(place)
+    start[1:] = place[1:] * (sorted_label[1:] != sorted_label[:-1])
+    twin = torch.empty_like(order).index_copy_(0, order, order.index_select(0, running_max(start)))
+    first = twin == place
+    return true_at(first), (first.cumsum(0) - 1).index_select(0, twin)
 
 
 def _labels(table: Tensor) -> Tensor:
@@ -292,10 +330,17 @@ def dedupe(table: Tensor, uses: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not len(uses):
         return table[:0], uses
-    flat = table.flatten(1)
-    kept, of = _classes(_labels(flat))
-    twins = true_at(kept.index_select(0, of) != torch.arange(len(of), device=of.device))
-    if not torch.equal(flat.index_select(0, twins), flat.index_select(0, kept[of[twins]])):
-        of = torch.unique(flat, dim=0, return_inverse=True)[1]
-    kept, slot = _classes(of[uses])
-    return table[uses[kept]], slot
+    rows, row = _distinct(table, _labels(table.flatten(1)))
+    kept, slot = _classes(row[uses])
+    return rows[row[uses[kept]]], slot
+
+
+def _distinct(table: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct rows of a table by the first of each, and for each row which one it equals; ``label`` is a hash of
+    each row."""
+    kept, of = _classes(label)
+    flat, rows = table.flatten(1), table.index_select(0, kept)
+    if not torch.equal(flat, rows.flatten(1).index_select(0, of)):
+        kept, of = _classes(torch.unique(flat, dim=0, return_inverse=True)[1])
+        rows = table.index_select(0, kept)
+    return rows, of

@@ -9,11 +9,12 @@ number. A hull is a range if and only if it has as many tokens as are visible. `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from marble.mask.scans import running_max
 from marble.mask.storage import Storage
 
 
@@ -65,12 +66,22 @@ class SpanRanges:
     """The visible ranges of all tokens in closed form, span by span in sequence order; places count in the span.
 
     Attributes:
-        bounds: two ramps lo, hi (of keys) or four, lo₀, hi₀, lo₁, hi₁ (of queries); an empty range has lo ≥ hi.
+        table: int64 [bounds, 3, spans], contiguous: first, last and offset of each bound, as in `Ramp`.
         exact: bool [spans], whether they are the visible ranges of every token of the span.
     """
 
-    bounds: tuple[Ramp, ...]
+    table: Tensor
     exact: Tensor
+
+    @property
+    def bounds(self) -> tuple[Ramp, ...]:
+        """Two ramps lo, hi (of keys) or four, lo₀, hi₀, lo₁, hi₁ (of queries); an empty range has lo ≥ hi."""
+        return tuple(Ramp(*bound) for bound in self.table)
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether all tokens have visible ranges."""
+        return bool(self.exact.all())
 
 
 class VisibleRanges:
@@ -79,11 +90,16 @@ class VisibleRanges:
     Args:
         storage: the stored layout.
         window: the layer's window, None for a global layer.
+        spans: what was found about the spans already.
     """
 
-    def __init__(self, storage: Storage, window: int | None = None) -> None:
-        self._spans = _Spans(storage)
+    def __init__(self, storage: Storage, window: int | None = None, spans: _Spans | None = None) -> None:
+        self._spans = _Spans(storage) if spans is None else spans
         self._window = window
+
+    def with_window(self, window: int | None) -> VisibleRanges:
+        """Those of a layer with another window; what both need of the layout is found once."""
+        return VisibleRanges(self._spans.storage, window, self._spans)
 
     def keys(self, tokens: Tensor) -> KeyRanges:
         """The ranges of the keys at the storage positions ``tokens``, int64 [...]."""
@@ -100,11 +116,11 @@ class VisibleRanges:
         From key to key inside a span neither end of the range falls, each rises by one at most, and if the first and
         the last key are exact, so are all between them. An end that rises is the key itself, or ``window`` behind it.
         """
-        spans, window = self._spans, self._window or 0
-        found = self._keys(slice(None), spans.ends)
-        (lo_first, lo_last), (hi_first, hi_last) = found.lo, found.hi
-        lo, hi = Ramp(lo_first, lo_last, spans.own.lo), Ramp(hi_first, hi_last, spans.own.lo + window)
-        return SpanRanges((lo, hi), found.exact.all(0))
+        own = self._spans.start_stored
+        found = self._keys(slice(None), self._spans.ends)
+        offsets = torch.stack([own, own + (self._window or 0)]).unsqueeze(1)
+        table = torch.cat([torch.stack([found.lo, found.hi]), offsets], 1)
+        return SpanRanges(table, found.exact.all(0))
 
     @cached_property
     def query_spans(self) -> SpanRanges:
@@ -112,16 +128,12 @@ class VisibleRanges:
 
         A range that only some queries of a span have counts as not exact.
         """
-        spans, window = self._spans, self._window or 0
-        found = self._queries(slice(None), spans.ends)
-        own = spans.own.lo + 1
-        offsets = (own - window, own, own - window, own)
-        bounds = tuple(
-            Ramp(first, last, offset)
-            for (first, last), offset in zip(found.bounds.permute(2, 0, 1).contiguous(), offsets, strict=True)
-        )
+        own = self._spans.start_stored + 1
+        found = self._queries(slice(None), self._spans.ends)
+        back = own - (self._window or 0)
+        table = torch.cat([found.bounds.permute(2, 0, 1), torch.stack([back, own, back, own]).unsqueeze(1)], 1)
         rising = (found.bounds[1] >= found.bounds[0]).all(-1)
-        return SpanRanges(bounds, found.exact.all(0) & rising)
+        return SpanRanges(table, found.exact.all(0) & rising)
 
     def _keys(self, span: Tensor | slice, within: Tensor) -> KeyRanges:
         spans = self._spans
@@ -129,9 +141,8 @@ class VisibleRanges:
             hull = _global_keys(spans, span, within)
         else:
             hull = _window_keys(spans, span, within, self._window)
-        seen = (hull.count != 0) & (spans.sample[span] >= 0)
-        lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
-        return KeyRanges(lo, hi, ~seen | (hi - lo == hull.count))
+        bounds, exact = hull.range(spans.sample[span] >= 0)
+        return KeyRanges(bounds[..., 0], bounds[..., 1], exact)
 
     def _queries(self, span: Tensor | slice, within: Tensor) -> QueryRanges:
         spans = self._spans
@@ -139,45 +150,56 @@ class VisibleRanges:
             hulls = _global_queries(spans, span, within)
         else:
             hulls = _window_queries(spans, span, within, self._window)
-        bounds, exact = [], torch.ones_like(within, dtype=torch.bool)
-        for hull in hulls:
-            seen = (hull.count != 0) & (spans.sample[span] >= 0)
-            lo, hi = torch.where(seen, hull.lo, 0), torch.where(seen, hull.hi, 0)
-            exact = exact & (~seen | (hi - lo == hull.count))
-            bounds += [lo.expand_as(within), hi.expand_as(within)]
-        return QueryRanges(torch.stack(bounds, -1), exact)
+        real = (spans.sample[span] >= 0).expand_as(within)
+        (first, one), (second, other) = (hull.range(real) for hull in hulls)
+        return QueryRanges(torch.cat([first, second], -1), one & other)
+
+
+_FAR = 1 << 40
+
+
+@lru_cache
+def _far(device: torch.device) -> Tensor:
+    """`_FAR` where a GPU can read it: a plain number is first written there, by a kernel of its own."""
+    return torch.full((), _FAR, device=device)
 
 
 @dataclass(frozen=True, eq=False)
 class _Hull:
-    """A set of stored tokens by its first, its last (plus one) and its size; the empty set has count 0."""
+    """Sets of stored tokens by their ends and sizes.
 
-    lo: Tensor
-    hi: Tensor
+    Attributes:
+        ends: int64 [..., 2], the first token, and the last plus one with its sign changed, so that the ends of a union
+            are the smaller ones; `_FAR` twice for the empty set.
+        count: int64 [...], the size.
+    """
+
+    ends: Tensor
     count: Tensor
 
-    def union(self, other: _Hull) -> _Hull:
-        """The union with a disjoint set."""
-        lo, hi = torch.minimum(self.low, other.low), torch.maximum(self.high, other.high)
-        return _Hull(lo, hi, self.count + other.count)
+    @classmethod
+    def of(cls, lo: Tensor, hi: Tensor, count: Tensor) -> _Hull:
+        """Sets that are not empty."""
+        return cls(torch.stack(torch.broadcast_tensors(lo, -hi), -1), count)
 
-    @property
-    def low(self) -> Tensor:
-        return torch.where(self.count > 0, self.lo, _FAR)
-
-    @property
-    def high(self) -> Tensor:
-        return torch.where(self.count > 0, self.hi, -_FAR)
+    def union(self, other: _Hull, twice: Tensor | int = 0) -> _Hull:
+        """The union with a set that ``twice`` tokens belong to as well."""
+        return _Hull(torch.minimum(self.ends, other.ends), self.count + other.count - twice)
 
     def where(self, condition: Tensor) -> _Hull:
         """This set where the condition holds, else the empty set."""
-        return _Hull(self.lo, self.hi, torch.where(condition, self.count, 0))
+        return _Hull(torch.where(condition.unsqueeze(-1), self.ends, _far(self.ends.device)), self.count * condition)
 
-    def take(self, index: Tensor | slice) -> _Hull:
-        return _Hull(self.lo[index], self.hi[index], self.count[index])
+    def take(self, index: Tensor | slice | int) -> _Hull:
+        """The sets of some spans."""
+        return _Hull(self.ends[index], self.count[index])
 
-
-_FAR = 1 << 40
+    def range(self, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Where ``real`` holds, lo and hi, int64 [..., 2], equal for the empty set; and whether there is no other token
+        between them."""
+        seen = (self.count != 0) & real
+        ends = self.ends * seen.unsqueeze(-1)
+        return ends.abs(), self.count * seen + ends.sum(-1) == 0
 
 
 class _Spans:
@@ -188,39 +210,76 @@ class _Spans:
         self.storage = storage
         self.sample, self.seg, self.noise = table.sample, table.seg, table.noise >= 0
         self.start, self.length, self.stop = table.start, table.length, table.stop
-        self.own = _Hull(storage.offset, storage.offset + table.length, table.length)
+        self.start_stored = storage.offset
+        self.own = _Hull.of(storage.offset, storage.offset + table.length, table.length)
         self.ordinal = table.ordinal
-        border = torch.cat([self.ordinal.diff() != 0, self.noise.new_ones(1)])
-        self.sample_stop = self.stop[border][self.ordinal]
-        self.sample_start = torch.cat([self.stop.new_zeros(1), self.stop[border][:-1]])[self.ordinal]
-        # Groups: spans with one seg; every span without one is a group of its own, for uniform handling.
-        self.group = torch.where(
-            self.seg >= 0, self.seg, len(self.seg) + torch.arange(len(self.seg), device=storage.device)
-        )
-        self.by_group = torch.argsort(self.group, stable=True)
 
-    def running(self, members: Tensor, *, by: Tensor, order: Tensor | None = None, after: bool) -> _Hull:
-        """The hull of the members strictly before (or after) each span among the spans with an equal ``by``.
+    @cached_property
+    def sample_stop(self) -> Tensor:
+        """One past the last token of each span's sample, in sequence order."""
+        return torch.zeros_like(self.stop).scatter_reduce(0, self.ordinal, self.stop, "amax")[self.ordinal]
 
-        ``order`` lists the spans so that equal values of ``by`` are neighbours (default: as they are).
+    @cached_property
+    def sample_start(self) -> Tensor:
+        """The first token of each span's sample, in sequence order."""
+        first = torch.full_like(self.start, _FAR).scatter_reduce(0, self.ordinal, self.start, "amin")
+        return first[self.ordinal]
+
+    @cached_property
+    def group(self) -> Tensor:
+        """Groups: spans with one seg; every span without one is a group of its own, for uniform handling."""
+        alone = torch.arange(len(self.seg), 2 * len(self.seg), device=self.seg.device)
+        return torch.where(self.seg >= 0, self.seg, alone)
+
+    @cached_property
+    def by_group(self) -> Tensor:
+        """The spans, group after group."""
+        return torch.argsort(self.group, stable=True)
+
+    @cached_property
+    def behind(self) -> Tensor:
+        """Spans stored behind those that keep the order of the sequence: noise and what is set apart."""
+        return self.storage.apart | self.noise
+
+    @cached_property
+    def _in_sample(self) -> list[_Hull]:
+        """The later spans of each span's sample, its earlier ones in sequence order, and its earlier ones behind, the
+        last two without noise."""
+        place = torch.arange(len(self.seg), device=self.seg.device)
+        everyone = torch.ones_like(self.noise)
+        members = torch.stack([everyone, ~self.behind, self.behind & ~self.noise])
+        return self._running(members, self.ordinal, torch.stack([place.flip(0), place, place]))
+
+    @cached_property
+    def _in_group(self) -> list[_Hull]:
+        """The earlier and the later spans of each span's group."""
+        members = torch.ones_like(self.noise).expand(2, -1)
+        return self._running(members, self.group, torch.stack([self.by_group, self.by_group.flip(0)]))
+
+    def _running(self, members: Tensor, by: Tensor, order: Tensor) -> list[_Hull]:
+        """The hulls of the members before each span among the spans with an equal ``by``.
+
+        Args:
+            members: bool [hulls, spans].
+            by: int64 [spans].
+            order: int64 [hulls, spans], the spans in an order in which equal values of ``by`` are neighbours.
         """
-        index = torch.arange(len(by), device=by.device) if order is None else order
-        index = index.flip(0) if after else index
-        key = by[index]
-        hull = self.own.where(members).take(index)
-        rank = torch.cat([key.new_zeros(1), (key.diff() != 0).long()]).cumsum(0) * (4 * _FAR // max(len(by), 1))
+        key = by[order]
+        fresh = torch.ones_like(members)
+        torch.ne(key[:, 1:], key[:, :-1], out=fresh[:, 1:])
+        hull = _Hull(self.own.ends[order], self.own.count[order]).where(members.gather(1, order))
         # Scans run over all spans at once: a shift per group keeps earlier groups from mattering.
-        lo = (hull.low - rank).cummin(0).values + rank
-        hi = (hull.high + rank).cummax(0).values - rank
-        total = hull.count.cumsum(0)
-        fresh = torch.cat([members.new_ones(1), key.diff() != 0])
-        base = torch.where(fresh, total - hull.count, 0).cummax(0).values
-        shifted = [torch.cat([value[:1], value[:-1]]) for value in (lo, hi, total)]
-        count = torch.where(fresh, 0, shifted[2] - base)
-        result = [torch.empty_like(count) for _ in range(3)]
-        for target, value in zip(result, (shifted[0], shifted[1], count), strict=True):
-            target[index] = value
-        return _Hull(*result)
+        shift = (fresh.long().cumsum(1) * (4 * _FAR // max(len(by), 1))).unsqueeze(-1)
+        ends = -running_max((shift - hull.ends).movedim(-1, 0)).movedim(0, -1) + shift
+        total = hull.count.cumsum(1)
+        base = running_max((total - hull.count) * fresh)
+        hull = _Hull(ends.roll(1, 1), total.roll(1, 1) - base)
+        hull = hull.where((hull.count > 0) & ~fresh)
+        found = _Hull(
+            torch.empty_like(hull.ends).scatter_(1, order.unsqueeze(-1).expand_as(ends), hull.ends),
+            torch.empty_like(hull.count).scatter_(1, order, hull.count),
+        )
+        return [found.take(number) for number in range(len(members))]
 
     @property
     def ends(self) -> Tensor:
@@ -228,44 +287,35 @@ class _Spans:
         return torch.stack([torch.zeros_like(self.length), self.length - 1])
 
     @property
-    def everyone(self) -> Tensor:
-        return torch.ones_like(self.noise)
-
-    @cached_property
     def later(self) -> _Hull:
         """The later spans of each span's sample."""
-        return self.running(self.everyone, by=self.ordinal, after=True)
+        return self._in_sample[0]
 
-    def earlier(self, members: Tensor) -> _Hull:
-        """The earlier members of each span's sample."""
-        return self.running(members, by=self.ordinal, after=False)
-
-    @cached_property
+    @property
     def mates_before(self) -> _Hull:
         """The earlier spans of each span's group."""
-        return self.running(self.everyone, by=self.group, order=self.by_group, after=False)
+        return self._in_group[0]
 
-    @cached_property
+    @property
     def mates_after(self) -> _Hull:
         """The later spans of each span's group."""
-        return self.running(self.everyone, by=self.group, order=self.by_group, after=True)
+        return self._in_group[1]
 
     @cached_property
     def whole_group(self) -> _Hull:
         """All spans of each span's group."""
         return self.mates_before.union(self.own).union(self.mates_after)
 
-    @cached_property
+    @property
     def main_and_behind(self) -> tuple[tuple[Tensor, _Hull], tuple[Tensor, _Hull]]:
         """The spans stored in sequence order, then noise and what is set apart, each with its visible earlier ones."""
-        behind = self.storage.apart | self.noise
-        main, other = ((member, self.earlier(member & ~self.noise)) for member in (~behind, behind))
-        return main, other
+        _, main, other = self._in_sample
+        return (~self.behind, main), (self.behind, other)
 
     def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The span of each stored token, and its place inside."""
         span = self.storage.span_order[torch.searchsorted(self.storage.stored_start, tokens, right=True) - 1]
-        return span, tokens - self.storage.offset[span]
+        return span, tokens - self.start_stored[span]
 
     @cached_property
     def clear_before(self) -> Tensor:
@@ -281,33 +331,36 @@ class _Spans:
     @cached_property
     def disturbed(self) -> Tensor:
         """Spans of samples that something is set apart in."""
-        found = torch.zeros_like(self.noise)
-        found[self.ordinal[self.storage.apart]] = True
-        return found[self.ordinal]
+        apart = self.storage.apart.long()
+        return torch.zeros_like(apart).index_add_(0, self.ordinal, apart)[self.ordinal] > 0
+
+    @cached_property
+    def _starts_by_group(self) -> Tensor:
+        """A number for each span's group and start, rising."""
+        return self.group[self.by_group] * (self.storage.layout.tokens + 1) + self.start[self.by_group]
 
     def group_tokens_before(self, span: Tensor | slice, position: Tensor) -> Tensor:
-        """How many tokens of a span's group lie before a sequence position, for [tokens] spans and positions."""
-        order, shift = self.by_group, int(self.stop[-1]) + 1
-        keys = self.group[order] * shift + self.start[order]
-        at = torch.searchsorted(keys, self.group[span] * shift + position, right=True) - 1
-        found = order[at.clamp(min=0)]
-        before = self.mates_before.count[found] + (position - self.start[found]).clamp(min=0).minimum(
-            self.length[found]
-        )
-        return torch.where((at >= 0) & (self.group[found] == self.group[span]), before, 0)
+        """How many tokens of a span's group lie before a sequence position, for [..., tokens] spans and positions."""
+        group = self.group[span]
+        wanted = group * (self.storage.layout.tokens + 1) + position
+        at = torch.searchsorted(self._starts_by_group, wanted, right=True) - 1
+        found = self.by_group[at.clamp(min=0)]
+        inside = (position - self.start[found]).clamp_(min=0).minimum(self.length[found])
+        return (self.mates_before.count[found] + inside) * ((at >= 0) & (self.group[found] == group))
 
 
 def _global_keys(spans: _Spans, span: Tensor | slice, within: Tensor) -> _Hull:
-    later = spans.later.take(span)
-    tail = _Hull(spans.own.lo[span] + within, spans.own.hi[span], spans.length[span] - within)
+    own, later = spans.own.take(span), spans.later.take(span)
+    tail = _Hull.of(spans.start_stored[span] + within, -own.ends[..., 1], own.count - within)
     # Later mates are among the later spans of the sample already.
-    wide = spans.mates_before.take(span).union(spans.own.take(span)).union(later)
+    wide = spans.mates_before.take(span).union(own).union(later)
     visible = _choose(spans.seg[span] >= 0, wide, tail.union(later))
     return _choose(spans.noise[span], spans.whole_group.take(span), visible)
 
 
 def _global_queries(spans: _Spans, span: Tensor | slice, within: Tensor) -> tuple[_Hull, _Hull]:
-    head = _Hull(spans.own.lo[span], spans.own.lo[span] + within + 1, within + 1)
+    start = spans.start_stored[span]
+    head = _Hull.of(start, start + within + 1, within + 1)
     own = _choose(spans.seg[span] >= 0, spans.own.take(span), head).union(spans.mates_after.take(span))
     own = _choose(spans.noise[span], spans.whole_group.take(span), own)
     first, second = (before.take(span).union(own.where(member[span])) for member, before in spans.main_and_behind)
@@ -317,11 +370,10 @@ def _global_queries(spans: _Spans, span: Tensor | slice, within: Tensor) -> tupl
 def _window_keys(spans: _Spans, span: Tensor | slice, within: Tensor, window: int) -> _Hull:
     key = spans.start[span] + within
     reach = torch.minimum(key + window, spans.sample_stop[span])
-    forward = _Hull(key, reach, reach - key)
+    forward = _Hull.of(key, reach, reach - key)
     group = spans.whole_group.take(span)
-    overlap = spans.group_tokens_before(span, reach) - spans.group_tokens_before(span, key)
-    wide = forward.union(group)
-    wide = _Hull(wide.lo, wide.hi, wide.count - overlap)
+    before, behind = spans.group_tokens_before(span, torch.stack([key, reach]))
+    wide = forward.union(group, behind - before)
     return _choose(spans.noise[span], group, _natural(spans, span, _choose(spans.seg[span] >= 0, wide, forward)))
 
 
@@ -330,22 +382,23 @@ def _window_queries(spans: _Spans, span: Tensor | slice, within: Tensor, window:
     first = torch.maximum(query - window + 1, spans.sample_start[span])
     last = torch.where(noise, torch.minimum(query + 1, spans.start[span]), query + 1)
     last = torch.maximum(first, last)
-    backward = _Hull(first, last, spans.clear_tokens_before(query + 1) - spans.clear_tokens_before(first))
+    reach = torch.stack([first, query + 1])
+    before, until = spans.clear_tokens_before(reach)
+    backward = _Hull.of(first, last, until - before)
+    backward = backward.where(backward.count > 0)
     group = spans.whole_group.take(span)
-    overlap = spans.group_tokens_before(span, query + 1) - spans.group_tokens_before(span, first)
-    wide = backward.union(group)
-    wide = _Hull(wide.lo, wide.hi, wide.count - overlap)
+    before, until = spans.group_tokens_before(span, reach)
+    wide = backward.union(group, until - before)
     main = _choose((spans.seg[span] >= 0) & ~noise, wide, backward)
     return _natural(spans, span, main), group.where(noise)
 
 
 def _natural(spans: _Spans, span: Tensor | slice, hull: _Hull) -> _Hull:
     """Sequence positions are storage positions only in samples that nothing is set apart in; elsewhere, no range."""
-    wrong = spans.disturbed[span]
-    lo = torch.where(wrong, spans.sample_start[span], hull.lo)
-    hi = torch.where(wrong, spans.sample_stop[span], hull.hi)
-    return _Hull(lo, hi, torch.where(wrong, -1, hull.count))
+    whole = _Hull.of(spans.sample_start[span], spans.sample_stop[span], torch.full_like(hull.count, -1))
+    return _choose(spans.disturbed[span], whole, hull)
 
 
 def _choose(condition: Tensor, yes: _Hull, no: _Hull) -> _Hull:
-    return _Hull(*(torch.where(condition, getattr(yes, part), getattr(no, part)) for part in ("lo", "hi", "count")))
+    ends = torch.where(condition.unsqueeze(-1), yes.ends, no.ends)
+    return _Hull(ends, torch.where(condition, yes.count, no.count))

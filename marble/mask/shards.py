@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from marble.layout import CPU
 from marble.mask.storage import Storage
 
 
@@ -23,6 +26,11 @@ def expand(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     owner = torch.repeat_interleave(count)
     shift = start - (count.cumsum(0) - count)
     return owner, torch.arange(len(owner), device=owner.device) + shift.index_select(0, owner)
+
+
+def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers that the host knows, int64 [values], on a device that is not waited for."""
+    return torch.tensor(values, dtype=torch.int64, device=CPU).to(device, non_blocking=True)
 
 
 def true_at(mask: Tensor) -> Tensor:
@@ -39,11 +47,13 @@ class Shard:
     Attributes:
         start: int64 [stretches], first position of each stretch, rising.
         stop: int64 [stretches], one past the last.
+        row: int64 [stretches], the shard's row at which each begins.
         rows: number of tokens.
     """
 
     start: Tensor
     stop: Tensor
+    row: Tensor
     rows: int
 
     @classmethod
@@ -51,22 +61,16 @@ class Shard:
         """The shard of some rising positions, int64 [rows]."""
         edges = (positions.diff() != 1).nonzero().flatten()
         if not len(positions):
-            return cls(positions, positions, 0)
-        start = positions[torch.cat([edges.new_zeros(1), edges + 1])]
+            return cls(positions, positions, positions, 0)
+        row = torch.cat([edges.new_zeros(1), edges + 1])
         stop = positions[torch.cat([edges, edges.new_full((1,), len(positions) - 1)])] + 1
-        return cls(start, stop, len(positions))
+        return cls(positions[row], stop, row, len(positions))
 
     @classmethod
     def of_interval(cls, start: int, stop: int, device: torch.device) -> Shard:
         """All stored tokens from ``start`` to ``stop``."""
-        first, last = torch.tensor([[start], [stop]], device=device)
-        return cls(first, last, stop - start)
-
-    @cached_property
-    def row(self) -> Tensor:
-        """The shard's row at which each stretch begins, int64 [stretches]."""
-        length = self.stop - self.start
-        return length.cumsum(0) - length
+        first, last, row = numbers([start, stop, 0], device).unsqueeze(1)
+        return cls(first, last, row, stop - start)
 
     @cached_property
     def _before(self) -> tuple[Tensor, Tensor]:
@@ -75,10 +79,10 @@ class Shard:
         return torch.cat([pad, self.row - self.start]), torch.cat([pad, self.stop])
 
     def before(self, positions: Tensor) -> Tensor:
-        """How many of the shard's tokens lie before each storage position, int64 [positions]."""
+        """How many of the shard's tokens lie before each storage position, int64 [...]."""
         stretch = torch.searchsorted(self.start, positions)
-        offset, stop = self._before
-        return torch.minimum(positions, stop.index_select(0, stretch)) + offset.index_select(0, stretch)
+        offset, stop = (column.take(stretch) for column in self._before)
+        return torch.minimum(positions, stop) + offset
 
     def positions(self, rows: Tensor) -> Tensor:
         """The storage positions of some rows, int64 [...]."""
@@ -120,41 +124,96 @@ class Blocks:
     @classmethod
     def cut(cls, shards: Sequence[Shard], storage: Storage, block: int) -> Blocks:
         """Cut shards of a storage order into blocks of ``block`` rows and cells."""
+        return cls._kept(storage, (block, *shards), lambda: cls._cut(shards, storage, block))
+
+    @classmethod
+    def whole(cls, storage: Storage, block: int) -> Blocks:
+        """The blocks of all stored tokens."""
+
+        def make() -> Blocks:
+            span = torch.arange(len(storage.stored_start), device=storage.device)
+            shard = Shard.of_interval(0, storage.layout.tokens, storage.device)
+            start = storage.stored_start
+            return cls._at_blocks((shard,), storage, block, span, start, start + storage.stored_length, start)
+
+        return cls._kept(storage, (block, "whole"), make)
+
+    @classmethod
+    def _kept(cls, storage: Storage, key: tuple[Any, ...], make: Callable[[], Blocks]) -> Blocks:
+        """What was made last stays: the layers of a model ask for the same."""
+        if key not in storage.last_cut:
+            storage.last_cut.clear()
+            storage.last_cut[key] = make()
+        return storage.last_cut[key]
+
+    def part(self, number: int) -> Blocks:
+        """The blocks of one of the shards."""
+        first, last = self.base[number : number + 2]
+        low, high = self.ptr[first : last + 1 : max(last - first, 1)].tolist() if last > first else (0, 0)
+        cells = slice(low, high)
+        return Blocks(
+            self.block,
+            (self.shards[number],),
+            (0, last - first),
+            self.length[first:last],
+            self.span[cells],
+            self.within[cells],
+            self.start[cells],
+            self.row[cells],
+            self.rows[cells],
+            self.of[cells] - first,
+        )
+
+    @classmethod
+    def _cut(cls, shards: Sequence[Shard], storage: Storage, block: int) -> Blocks:
+        """The stretches of the shards, cut at spans, then at blocks."""
         borders = storage.stored_start
-        counts = [-(-shard.rows // block) for shard in shards]
-        base = [0]
-        for count in counts:
-            base.append(base[-1] + count)
+        first = _bases(shards, block)[:-1]
+        start, stop = (torch.cat([getattr(shard, side) for shard in shards]) for side in ("start", "stop"))
+        row = torch.cat([shard.row + at * block for shard, at in zip(shards, first, strict=True)])
+        spans = torch.searchsorted(borders, start, right=True) - 1
+        stretch, span = expand(spans, torch.searchsorted(borders, stop) - spans)
+        start, stop, row = torch.stack([start, stop, row]).index_select(1, stretch)
+        border = borders.index_select(0, span)
+        low = torch.maximum(start, border)
+        high = torch.minimum(stop, border + storage.stored_length.index_select(0, span))
+        return cls._at_blocks(shards, storage, block, span, low, high, row + low - start)
+
+    @classmethod
+    def _at_blocks(
+        cls, shards: Sequence[Shard], storage: Storage, block: int, span: Tensor, low: Tensor, high: Tensor, row: Tensor
+    ) -> Blocks:
+        """Stretches from ``low`` to ``high`` of single stored spans, cut at blocks.
+
+        Args:
+            shards: what the stretches make up.
+            storage: the storage order.
+            block: rows of a whole block.
+            span: int64 [stretches], which stored span each is of.
+            low: int64 [stretches], first storage position.
+            high: int64 [stretches], one past the last.
+            row: int64 [stretches], the row of the first, counted over the whole blocks of all shards.
+        """
+        borders, base = storage.stored_start, _bases(shards, block)
         length = torch.full((base[-1],), block, dtype=torch.int64, device=borders.device)
         for shard, last in zip(shards, base[1:], strict=True):
             if shard.rows % block:
                 length[last - 1] = shard.rows % block
-        start, stop = (torch.cat([getattr(shard, side) for shard in shards]) for side in ("start", "stop"))
-        row = torch.cat([shard.row + first * block for shard, first in zip(shards, base[:-1], strict=True)])
-        # Stretches cut at spans, then at blocks.
-        spans = torch.searchsorted(borders, start, right=True) - 1
-        stretch, span = expand(spans, torch.searchsorted(borders, stop) - spans)
-        start, stop, row = (column.index_select(0, stretch) for column in (start, stop, row))
-        border, next_border = (column.index_select(0, span) for column in (borders, borders.roll(-1)))
-        low = torch.maximum(start, border)
-        high = torch.where(next_border > 0, torch.minimum(stop, next_border), stop)  # the last span has no next one
-        row += low - start
         end = row + high - low
         low_block = row // block
         piece, of = expand(low_block, (end - 1) // block + 1 - low_block)
-        row, end, within = (column.index_select(0, piece) for column in (row, end, low - border))
+        row, end, start, span = torch.stack([row, end, low, span]).index_select(1, piece)
         at = torch.maximum(row, of * block)
         rows = torch.minimum(end, (of + 1) * block) - at
-        within += at - row
-        span = span.index_select(0, piece)
+        start += at - row
         return cls(
             block,
             tuple(shards),
-            tuple(base),
+            base,
             length,
             storage.span_order.index_select(0, span),
-            within,
-            within + borders.index_select(0, span),
+            start - borders.index_select(0, span),
+            start,
             at - of * block,
             rows,
             of,
@@ -167,6 +226,11 @@ class Blocks:
     def ptr(self) -> Tensor:
         """Where each block's cells begin, int64 [blocks + 1]."""
         return pointers(self.of, len(self))
+
+    @cached_property
+    def cells(self) -> Tensor:
+        """The cells as one tensor, int64 [cells, 5]: span, within, start, row and rows of each."""
+        return torch.stack([self.span, self.within, self.start, self.row, self.rows], 1)
 
     def positions(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Storage positions of the rows of some blocks, [blocks, block], and which of them exist.
@@ -201,7 +265,14 @@ class Blocks:
         return self.start.index_select(0, self.ptr[:-1])
 
 
+def _bases(shards: Sequence[Shard], block: int) -> tuple[int, ...]:
+    """The first block of each shard and, last, the number of blocks."""
+    return (0, *itertools.accumulate(-(-shard.rows // block) for shard in shards))
+
+
 def pointers(owner: Tensor, owners: int) -> Tensor:
     """Where the entries of each owner begin, int64 [owners + 1], for entries sorted by owner."""
-    counts = torch.bincount(owner, minlength=owners)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    if owner.is_cuda:  # fewer kernels, and bincount would wait
+        return torch.searchsorted(owner.contiguous(), torch.arange(owners + 1, device=owner.device))
+    ptr = torch.zeros(owners + 1, dtype=torch.int64, device=owner.device)
+    return ptr.scatter_add_(0, owner + 1, torch.ones_like(owner)).cumsum(0)

@@ -42,6 +42,11 @@ class Storage:
         """The layout's spans, on the device of the order."""
         return self.layout.table.to(self.device)
 
+    @cached_property
+    def last_cut(self) -> dict[Any, Any]:
+        """What shards of this order were last cut into; `marble.mask.shards` keeps it here."""
+        return {}
+
     def __getstate__(self) -> dict[str, Any]:
         return {"layout": self.layout, "span_order": self.span_order, "apart": self.apart}
 
@@ -53,8 +58,12 @@ class Storage:
     @cached_property
     def stored_start(self) -> Tensor:
         """First storage position of each span as it is stored, int64 [spans], rising from 0."""
-        length = self.table.length[self.span_order]
-        return length.cumsum(0) - length
+        return self.stored_length.cumsum(0) - self.stored_length
+
+    @cached_property
+    def stored_length(self) -> Tensor:
+        """Tokens of each span as it is stored, int64 [spans]."""
+        return self.table.length[self.span_order]
 
     @cached_property
     def span(self) -> Tensor:

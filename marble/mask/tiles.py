@@ -21,7 +21,7 @@ from marble.mask.algebra import MaskFn
 from marble.mask.pairing import Pairing, Sights
 from marble.mask.predicates import Side, predicates
 from marble.mask.ranges import VisibleRanges
-from marble.mask.shards import Blocks, Shard, expand, pointers, true_at
+from marble.mask.shards import Blocks, Shard, expand, numbers, pointers, true_at
 from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
 
@@ -67,8 +67,9 @@ class StoredMask:
         """
         if not 1 <= block <= MAX_BLOCK:
             raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
-        pairing = self._pairing(rows, cols, block)
-        keys, queries = pairing.keys, pairing.queries
+        keys = self._side(cols, block, keys=True)
+        queries = self._queries(rows, keys)
+        pairing = Pairing(self.mask, lambda: self.tracks, queries, keys)
         runs, parts = pairing.classify()
         key, query = parts.T.contiguous()
         by_key = partial(predicates, keys, queries, (key, query), pairing.legal_by_key)
@@ -83,13 +84,13 @@ class StoredMask:
         key_lists = _lists(keys.blocks.base, runs, parts, slots)
         blocks = len(queries.blocks)
         touch = torch.full((blocks,), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8, device=runs.device)
-        made = []
-        ends = itertools.pairwise(keys.blocks.base)
-        for (first, last), query_list, key_list in zip(ends, by_query, key_lists, strict=True):
-            length = keys.blocks.length[first:last]
-            starts = torch.arange(len(length), device=length.device) * block
-            made.append(Tiles(block, rows.rows, starts.int(), length.int(), query_list, key_list, touch))
-        return made
+        counts = [high - low for low, high in itertools.pairwise(keys.blocks.base)]
+        length = keys.blocks.length.int().split(counts)
+        start = torch.arange(0, max(counts) * block, block, dtype=torch.int32, device=runs.device)
+        return [
+            Tiles(block, rows.rows, start[: len(rows_of)], rows_of, query_list, key_list, touch)
+            for rows_of, query_list, key_list in zip(length, by_query, key_lists, strict=True)
+        ]
 
     def seen(self, shards: Sequence[Tensor], cols: Tensor, block: int) -> Tensor:
         """Which key blocks of the shard ``cols`` each query shard sees: bool [shards, key blocks]."""
@@ -100,10 +101,11 @@ class StoredMask:
         keys = self._side(owners, block, keys=True)
         answer = torch.zeros(len(readers), len(keys.blocks), dtype=torch.bool, device=keys.blocks.of.device)
         sights = None if keys.ranges is None else Sights.of(keys)
-        left = true_at(~keys.exact)
+        left = keys.left
         for found, shard in zip(answer, readers, strict=True):
             if sights is not None:
-                found[sights.block[shard.before(sights.lo) < shard.before(sights.hi)]] = True
+                low, high = shard.before(torch.stack([sights.lo, sights.hi]))
+                found[sights.block[low < high]] = True
             if len(left):
                 pairing = Pairing(self.mask, lambda: self.tracks, self._side([shard], block, keys=False), keys)
                 for tiles in pairing.by_summaries(left):
@@ -112,15 +114,14 @@ class StoredMask:
 
     def work(self, block: int) -> Tensor:
         """Visited tiles of each query block of the whole stored sequence, int64 [blocks]."""
-        tokens = self.storage.layout.tokens
-        everything = [Shard.of_interval(0, tokens, self.storage.device)]
-        keys = self._side(everything, block, keys=True)
+        keys = Side(Blocks.whole(self.storage, block), None if self.ranges is None else self.ranges.key_spans)
         pairing = Pairing(self.mask, lambda: self.tracks, replace(keys, ranges=None), keys)
         change = torch.zeros(len(keys.blocks) + 1, dtype=torch.int64, device=keys.blocks.of.device)
-        left = true_at(~pairing.keys.exact)
+        left = pairing.keys.left
         if pairing.keys.ranges is not None:
             _, first, last = pairing.touched(Sights.of(pairing.keys))
-            change += torch.bincount(first, minlength=len(change)) - torch.bincount(last, minlength=len(change))
+            one = torch.ones_like(first)
+            change.index_add_(0, first, one).index_add_(0, last, one, alpha=-1)
         if len(left) or pairing.keys.ranges is None:
             runs, parts = pairing.by_summaries(left)
             first, last = runs[:, 1], runs[:, 1] + runs[:, 2]
@@ -135,24 +136,26 @@ class StoredMask:
             ranges = self.ranges.key_spans if keys else self.ranges.query_spans
         return Side(Blocks.cut(shards, self.storage, block), ranges)
 
-    def _pairing(self, rows: Shard, cols: Sequence[Shard], block: int) -> Pairing:
-        return Pairing(
-            self.mask, lambda: self.tracks, self._side([rows], block, keys=False), self._side(cols, block, keys=True)
-        )
+    def _queries(self, rows: Shard, keys: Side) -> Side:
+        """The query side; where the shard is one of the key shards, it is cut already."""
+        if not any(rows is shard for shard in keys.blocks.shards):
+            return self._side([rows], keys.blocks.block, keys=False)
+        number = next(number for number, shard in enumerate(keys.blocks.shards) if shard is rows)
+        return Side(keys.blocks.part(number), None if self.ranges is None else self.ranges.query_spans)
 
 
 def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:
     """Runs and parts by key block as lists by query block, one per key shard."""
     keys, queries = pairing.keys, pairing.queries
     # By query, the outer blocks are the query blocks once per key shard.
-    count, base = len(queries.blocks), torch.tensor(keys.blocks.base, device=runs.device)
-    shard_of = torch.repeat_interleave(base.diff())
+    count, base = len(queries.blocks), numbers(keys.blocks.base, runs.device)
+    shard_of = torch.repeat_interleave(base.diff(), output_size=len(keys.blocks))
     runs = _transpose(runs, shard_of, base, count)
-    label = shard_of[parts[:, 0]] * count + parts[:, 1]
+    label = shard_of.index_select(0, parts[:, 0]) * count + parts[:, 1]
     order = torch.argsort(label * len(keys.blocks) + parts[:, 0])
-    label, (key, query) = label[order], parts[order].unbind(1)
+    label, key, query = torch.stack([label, *parts.unbind(1)]).index_select(1, order)
     slots = predicates(queries, keys, (query, key), pairing.legal)
-    parts = torch.stack([label, key - base[shard_of[key]]], 1)
+    parts = torch.stack([label, key - base.index_select(0, shard_of.index_select(0, key))], 1)
     return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs, parts, slots)
 
 
@@ -161,23 +164,26 @@ def _lists(
 ) -> list[TileList]:
     """Tile lists of the outer blocks from ``base[i]`` to ``base[i + 1]``, for runs and parts sorted by outer block."""
     slots, ranges, bits = predicates
-    lists = []
-    run_ptr, part_ptr = (pointers(entries[:, 0], base[-1]).int() for entries in (runs, parts))
+    ptr = torch.stack([pointers(entries[:, 0], base[-1]) for entries in (runs, parts)])
+    ends = numbers(base, ptr.device)
+    cuts = ptr.index_select(1, ends)
+    # Each list counts from its own first entry. Neighbouring lists share a pointer: one ends where the next begins.
+    sizes = ends.diff() + 1
+    total = base[-1] + len(base) - 1
+    number = torch.repeat_interleave(sizes, output_size=total)
+    at = torch.arange(total, device=ptr.device) - number
+    relative = (ptr.index_select(1, at) - cuts.index_select(1, number)).int()
     runs, parts = runs[:, 1:].int(), torch.stack([parts[:, 1], slots], 1).int()
-    cuts = [ptr[torch.tensor(base, device=ptr.device)].tolist() for ptr in (run_ptr, part_ptr)]
-    for number, (first, last) in enumerate(itertools.pairwise(base)):
-        (run, run_stop), (part, part_stop) = (cut[number : number + 2] for cut in cuts)
-        lists.append(
-            TileList(
-                run_ptr[first : last + 1] - run,
-                runs[run:run_stop],
-                part_ptr[first : last + 1] - part,
-                parts[part:part_stop],
-                ranges,
-                bits,
-            )
-        )
-    return lists
+    pieces = [[high - low + 1 for low, high in itertools.pairwise(base)]]
+    run_cuts, part_cuts = cuts.tolist()
+    sizes_of = [[high - low for low, high in itertools.pairwise(cut)] for cut in (run_cuts, part_cuts)]
+    columns = (
+        relative[0].split(*pieces),
+        runs.split(sizes_of[0]),
+        relative[1].split(*pieces),
+        parts.split(sizes_of[1]),
+    )
+    return [TileList(*column, ranges, bits) for column in zip(*columns, strict=True)]
 
 
 def _transpose(runs: Tensor, shard_of: Tensor, base: Tensor, queries: int) -> Tensor:
@@ -188,36 +194,42 @@ def _transpose(runs: Tensor, shard_of: Tensor, base: Tensor, queries: int) -> Te
     those borders are enumerated, so the cost is the number of runs on both sides.
     """
     key, start, stop = runs[:, 0], runs[:, 1], runs[:, 1] + runs[:, 2]
-    outer = key + shard_of.index_select(0, key) + 1  # a gap between shards
-    found = []
-    for neighbour in (-1, 1):
-        run, low, high = _without(outer, start, stop, neighbour)
-        owner, query = expand(low, high - low)
-        key = runs[:, 0].index_select(0, run.index_select(0, owner))
-        label = shard_of.index_select(0, key) * queries + query
-        order = torch.argsort(label * len(shard_of) + key)
-        found.append((label.index_select(0, order), key.index_select(0, order)))
-    (label, first), (_, last) = found
-    return torch.stack([label, first - base[shard_of[first]], last - first + 1], 1)
+    shards, keys = len(base) - 1, len(shard_of)
+    group = key + shard_of.index_select(0, key) + 1  # a gap between shards
+    side, run, low, high = _without(group, keys + shards, start, stop)
+    owner, query = expand(low, high - low)
+    key, side = (column.index_select(0, owner) for column in (key.index_select(0, run), side))
+    label = shard_of.index_select(0, key) * queries + query
+    # As many runs begin as end: both in order of label and key, first all that begin.
+    order = torch.argsort((side * (shards * queries) + label) * keys + key)
+    label, key = torch.stack([label, key]).index_select(1, order)
+    count = len(order) // 2
+    label, first, last = label[:count], key[:count], key[count:]
+    return torch.stack([label, first - base.index_select(0, shard_of.index_select(0, first)), last - first + 1], 1)
 
 
-def _without(group: Tensor, start: Tensor, stop: Tensor, neighbour: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What of each interval the intervals of the group ``group + neighbour`` do not hold, as (interval, start, stop).
+def _without(group: Tensor, most: int, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What of each interval the group before does not hold, and what the group behind does not.
 
-    The intervals are sorted by group, from 1 on, then start, and those of a group are disjoint.
+    The intervals are sorted by group, from 1 to ``most``, then start, and those of a group are disjoint.
+
+    Returns:
+        (side, interval, start, stop) of what is left, side 0 for the group before and 1 for the one behind.
     """
-    ptr = pointers(group, int(group[-1]) + 2) if len(group) else group
-    low, high = (ptr.index_select(0, group + side) for side in (neighbour, neighbour + 1))
-    pieces = []
-    cursor, interval = start, torch.arange(len(group), device=group.device)
+    ptr = pointers(group, most + 2)
+    neighbour = group + torch.arange(-1, 2, 2, device=group.device).unsqueeze(1)
+    low, high = ptr[neighbour], ptr[neighbour + 1]
+    start, stop = start.expand_as(low), stop.expand_as(low)
+    pieces, cursor = [], start
     # Groups hold one interval where ranges exist; the loop runs as often as the fullest group has intervals.
     for step in range(int((high - low).max()) if len(group) else 0):
         there = low + step < high
-        index = (low + step).clamp(max=len(group) - 1)
-        cut = torch.where(there, start.index_select(0, index).clamp_(cursor, stop), cursor)
-        pieces.append((interval, cursor, cut))
-        cursor = torch.where(there, stop.index_select(0, index).clamp_(cursor, stop), cursor)
-    pieces.append((interval, cursor, stop))
-    interval, start, stop = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    some = true_at(start < stop)
-    return interval.index_select(0, some), start.index_select(0, some), stop.index_select(0, some)
+        index = (low + step).clamp_(max=len(group) - 1)
+        cut = torch.where(there, start[0][index].clamp_(cursor, stop), cursor)
+        pieces.append((cursor, cut))
+        cursor = torch.where(there, stop[0][index].clamp_(cursor, stop), cursor)
+    pieces.append((cursor, stop))
+    low, high = (torch.stack(parts).flatten() for parts in zip(*pieces, strict=True))
+    some = true_at(low < high)
+    side, interval = some // max(len(group), 1) % 2, some % max(len(group), 1)
+    return side, interval, low.index_select(0, some), high.index_select(0, some)

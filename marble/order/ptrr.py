@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -35,7 +36,7 @@ def ptrr(costs: Tensor, ranks: int) -> Tensor:
     """
     work = np.atleast_2d(costs.double().cpu().numpy())
     unit = 1 / np.maximum(work.sum(1), 1)
-    by_cost = np.argsort(-(unit @ work), kind="stable")
+    by_cost = _falling(work, unit)
     rounds = -(-len(by_cost) // ranks)
     padded = np.zeros((len(work), rounds * ranks))
     padded[:, : len(by_cost)] = work[:, by_cost]
@@ -43,22 +44,42 @@ def ptrr(costs: Tensor, ranks: int) -> Tensor:
     # Only rounds of unequal costs depend on one another. They are small: plain lists are faster than arrays.
     uneven = (hands.max(2) > hands.min(2)).any(0)
     seats = (np.arange(rounds)[:, None] + np.arange(ranks)) % ranks
-    load = [[0.0] * ranks for _ in work]
-    greedy = []
-    for costs_of in hands[:, uneven].swapaxes(0, 1).tolist():
-        kind, by_cost_here = 0, list(range(ranks))
-        if len(load) > 1:
-            spreads = [(max(row) - min(row)) * scale for row, scale in zip(load, unit, strict=True)]
-            kind = spreads.index(max(spreads))
-            by_cost_here.sort(key=costs_of[kind].__getitem__, reverse=True)
-        seat = [0] * ranks
-        for block, rank in zip(by_cost_here, sorted(range(ranks), key=load[kind].__getitem__), strict=True):
-            seat[block] = rank
-            for row, cost in zip(load, costs_of, strict=True):
-                row[rank] += cost[block]
-        greedy.append(seat)
+    greedy = _greedy(hands[:, uneven].swapaxes(0, 1).tolist(), unit.tolist(), ranks)
     if greedy:
         seats[uneven] = greedy
     rank_of = np.empty(len(by_cost), dtype=np.int64)
     rank_of[by_cost] = seats.flatten()[: len(by_cost)]
     return torch.from_numpy(rank_of)
+
+
+def _falling(work: NDArray[np.float64], unit: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The blocks by falling cost, which is ``unit @ work``; equal ones in their own order."""
+    sizes = work.max(1, initial=0).astype(np.int64) + 1
+    if np.prod(sizes.astype(np.float64)) > 1 << 16 or (work != work.round()).any():
+        return np.argsort(-(unit @ work), kind="stable")
+    # Few costs are different, and NumPy sorts short integers, here the places of the costs, by radix.
+    code = np.ravel_multi_index(tuple(work.astype(np.int64)), tuple(sizes))
+    used = np.flatnonzero(np.bincount(code, minlength=1))
+    place = np.zeros(used.max(initial=0) + 1, dtype=np.uint16)
+    place[used] = np.unique(-(unit @ np.stack(np.unravel_index(used, tuple(sizes)))), return_inverse=True)[1]
+    return np.argsort(place[code], kind="stable")
+
+
+def _greedy(rounds: list[list[list[float]]], unit: list[float], ranks: int) -> list[list[int]]:
+    """The ranks that get the blocks of each round, from the costs of each kind."""
+    loads = [[0.0] * ranks for _ in unit]
+    dealt = []
+    for costs in rounds:
+        kind = 0
+        if len(loads) > 1:
+            spreads = [(max(load) - min(load)) * scale for load, scale in zip(loads, unit, strict=True)]
+            kind = spreads.index(max(spreads))
+        seat = sorted(range(ranks), key=loads[kind].__getitem__)
+        if len(loads) > 1:  # blocks of one kind fall in cost already
+            by_cost = sorted(range(ranks), key=costs[kind].__getitem__, reverse=True)
+            seat = [rank for _, rank in sorted(zip(by_cost, seat, strict=True))]
+        for load, costs_of in zip(loads, costs, strict=True):
+            for rank, cost in zip(seat, costs_of, strict=True):
+                load[rank] += cost
+        dealt.append(seat)
+    return dealt

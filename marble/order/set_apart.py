@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from marble.layout import CPU, Layout
@@ -20,17 +21,20 @@ def set_apart(layout: Layout, device: torch.device = CPU) -> Storage:
     Example:
         ``text₀ noise₁ clean₂ text₃ noise₄ clean₅`` is stored as ``text₀ clean₂ text₃ clean₅ noise₄ noise₁``.
     """
-    table = layout.table.to(device)
-    spans = len(table.start)
-    ordinal = table.ordinal
-    samples = int(ordinal[-1]) + 1
-    linked, noise = table.linked.bool(), table.noise >= 0
-    uses = torch.bincount(table.seg.clamp(min=0), weights=(table.seg >= 0).double())
-    joined = noise & (uses[table.seg.clamp(min=0)] > 1)
-    has_groups, has_joined = (torch.zeros(samples, dtype=torch.bool, device=device) for _ in range(2))
-    has_groups[ordinal[linked]] = True
-    has_joined[ordinal[joined]] = True
-    apart = linked | (noise & ~has_groups[ordinal] & ~has_joined[ordinal])
-    place = torch.arange(spans, device=device)
-    key = (ordinal * 2 + apart) * 2 * spans + torch.where(apart, spans - place, place)
-    return Storage(layout, torch.argsort(key), apart)
+    # On the host, whatever the device: it takes a few steps over the spans, and a GPU would be waited for.
+    table = layout.table
+    linked, noise, seg = table.linked.numpy() > 0, table.noise.numpy() >= 0, table.seg.numpy()
+    first = np.flatnonzero(np.append(True, np.diff(table.sample.numpy()) != 0))
+    counts = np.diff(first, append=len(seg))
+    joined = noise.copy()
+    joined[noise] = np.bincount(seg[noise])[seg[noise]] > 1
+    stays = np.logical_or.reduceat(linked | joined, first)  # samples whose noise is not set apart
+    apart = linked | (noise & ~np.repeat(stays, counts))
+    before = apart.cumsum() - apart
+    before -= np.repeat(before[first], counts)
+    front = np.repeat(first, counts)
+    span = np.arange(len(seg))
+    order = np.empty_like(span)
+    order[np.where(apart, front + np.repeat(counts, counts) - 1 - before, span - before)] = span
+    moved = (torch.from_numpy(column).to(device, non_blocking=True) for column in (order, apart))
+    return Storage(layout, *moved)

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from marble.layout import CPU
 from marble.mask.shards import Shard, expand
 from marble.mask.storage import Storage
 
@@ -53,19 +56,25 @@ class TokenOrder:
     def split(self, parts: int) -> TokenOrder:
         """Every rank's tokens cut into ``parts`` even parts for neighbouring ranks: rank r's are the ranks r · parts
         and following. Parts differ by one token at most."""
-        pieces = []
-        for rank, length in enumerate(self.lengths):
-            start, stop = self.segments(rank).T.contiguous()
-            row = (stop - start).cumsum(0) - (stop - start)  # of each piece's first token among the rank's
-            cuts = torch.arange(parts) * length // parts
-            first = torch.unique(torch.cat([row, cuts[cuts < length]]))
-            size = torch.cat([first[1:], first.new_full((min(length, 1),), length)]) - first
-            piece = torch.searchsorted(row, first, right=True) - 1
-            low = start[piece] + first - row[piece]
-            part = torch.searchsorted(cuts, first, right=True) - 1
-            pieces.append(torch.stack([low, low + size, rank * parts + part], 1))
-        joined = torch.cat(pieces)
-        return TokenOrder(self.name, self.storage, self.world * parts, joined[torch.argsort(joined[:, 0])])
+        start, stop, _ = self.pieces.numpy().T
+        # Rows count over the tokens of all ranks, rank after rank; every part begins at a row.
+        length, lengths = (stop - start)[self._rank_order], np.array(self.lengths)
+        row = length.cumsum() - length
+        cuts = ((lengths.cumsum() - lengths)[:, None] + np.arange(parts) * lengths[:, None] // parts).flatten()
+        part = np.flatnonzero(np.diff(cuts, append=lengths.sum()))
+        cuts = cuts[part]
+        # The first piece that begins in each part; a part that begins inside a piece cuts that one.
+        first = np.searchsorted(row, cuts)
+        rank = np.empty_like(start)
+        rank[self._rank_order] = np.repeat(part, np.diff(first, append=len(row)))
+        holder = np.searchsorted(row, cuts, side="right") - 1
+        inside = row[holder] < cuts
+        cut_at = start[self._rank_order[holder[inside]]] + (cuts - row[holder])[inside]
+        order = np.argsort(cut_at)
+        place = np.searchsorted(start, cut_at[order])
+        low, rank = np.insert(start, place, cut_at[order]), np.insert(rank, place, part[inside][order])
+        pieces = torch.from_numpy(np.stack([low, np.append(low[1:], stop[-1:]), rank], 1))
+        return TokenOrder(self.name, self.storage, self.world * parts, pieces)
 
     def segments(self, rank: int) -> Tensor:
         """A rank's pieces, int64 [its pieces, 2] of (first storage position, one past the last), rising."""
@@ -79,11 +88,19 @@ class TokenOrder:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Every rank's tokens, as stretches of the storage order."""
-        start, stop, rank = self.pieces[torch.argsort(self.pieces[:, 2], stable=True)].T.contiguous()
+        start, stop, rank = self.pieces[torch.from_numpy(self._rank_order)].T
+        length, lengths = stop - start, torch.tensor(self.lengths, device=CPU)
+        row = length.cumsum(0) - length - (lengths.cumsum(0) - lengths)[rank]
+        columns = torch.stack([start, stop, row]).to(self.storage.device, non_blocking=True)
         counts = torch.bincount(rank, minlength=self.world).tolist()
-        start, stop = (side.to(self.storage.device, non_blocking=True) for side in (start, stop))
-        pairs = zip(start.split(counts), stop.split(counts), self.lengths, strict=True)
-        return tuple(Shard(first, last, rows) for first, last, rows in pairs)
+        parts = zip(*(column.split(counts) for column in columns), self.lengths, strict=True)
+        return tuple(Shard(*part) for part in parts)
+
+    @cached_property
+    def _rank_order(self) -> NDArray[np.int64]:
+        """The pieces, rank after rank."""
+        rank = self.pieces[:, 2].numpy().astype(np.min_scalar_type(self.world))  # NumPy sorts short integers by radix
+        return np.argsort(rank, kind="stable")
 
     def index(self, rank: int) -> Tensor:
         """Sequence positions of a rank's tokens, int64 [its tokens]."""

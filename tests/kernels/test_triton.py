@@ -1,5 +1,7 @@
 """Small Triton kernels against their oracles: natively on a GPU, by Triton's interpreter elsewhere."""
 
+import pickle
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -7,10 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from marble import Layout
+from marble.compose.packing import Packed
 from marble.kernels import oracles
-from marble.kernels.triton import bitmaps, classify, merge, pack, summaries
+from marble.kernels.triton import bitmaps, classify, merge, pack, scans, summaries, words
 from marble.mask.domains import BlockSummaries, dense, summarise
-from marble.mask.predicates import pack_bits
+from marble.mask.pairing import Pairing
+from marble.mask.predicates import pack_bits, predicates
+from marble.mask.shards import Blocks, Shard
+from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
 from marble.testing.layouts import planned_storage, random_layout, stored_mask
 
@@ -122,6 +129,74 @@ def test_bit_tiles_of_the_packed_mask(block: int, window: int | None) -> None:
     assert some or block == 1
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("block", [1, 5, 33])
+def test_range_words_of_tiles(block: int, window: int | None) -> None:
+    """Every tile of two shards with gaps in both orientations, against the ranges that the planner writes on a CPU."""
+    several = False
+    for seed in range(12):
+        rng = Random(seed)
+        layout = random_layout(rng, samples=4, length=20)
+        mask = stored_mask(planned_storage(layout, window), window)
+        mine, other = (sorted(rng.sample(range(layout.tokens), -(-layout.tokens // 2))) for _ in range(2))
+        queries, keys = (
+            mask._side([Shard.of(torch.tensor(tokens))], block, keys=side)
+            for tokens, side in ((mine, False), (other, True))
+        )
+        pairing = Pairing(mask.mask, lambda tracks=mask.tracks: tracks, queries, keys)
+        _, parts = pairing.classify()
+        key, query = parts.T.contiguous()
+        for outer, inner, tiles in (
+            (keys, queries, (key, query)),
+            (queries, keys, (query, key)),
+        ):
+            if not outer.complete or not len(parts):
+                continue
+            assert outer.ranges is not None
+            found, label = words.range_words(
+                *(_moved(side.blocks) for side in (outer, inner)),
+                outer.ranges.table.to(DEVICE),
+                torch.stack(tiles).to(DEVICE),
+            )
+            slots, ranges, _ = predicates(outer, inner, tiles, pairing.legal)
+            assert torch.equal(found.cpu(), ranges[slots])
+            assert len(label.unique()) == len(ranges)
+            several |= len(ranges) > 1
+    assert several or block == 1
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu compares whole plans")
+def test_plans_by_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with the kernel interpreted."""
+    for seed in range(8):
+        layout = random_layout(Random(seed), samples=4, length=20)
+        mask = stored_mask(planned_storage(layout, None), None)
+        tokens = torch.arange(layout.tokens)
+        rows, cols = tokens[tokens // 8 % 2 == 0], [tokens[tokens // 8 % 2 == turn] for turn in (0, 1)]
+        found = []
+        for by_kernel in (False, True):
+            monkeypatch.setattr("marble.mask.predicates._by_kernel", lambda _, chosen=by_kernel: chosen)
+            found.append(mask.tiles_of(Shard.of(rows), [Shard.of(each) for each in cols], 8))
+        assert pickle.dumps(Packed.of(found[0])) == pickle.dumps(Packed.of(found[1]))
+
+
+@pytest.mark.parametrize("shape", [(1,), (65,), (3, 40), (2, 2, 150), (0,)])
+def test_running_maxima(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scans, "_CHUNK", 64)  # the interpreter scans slowly
+    values = torch.randint(-(1 << 61), 1 << 61, shape, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(scans.running_max(values.to(DEVICE)).cpu(), values.cummax(-1).values)
+    turned = values.movedim(0, -1)
+    assert torch.equal(scans.running_max(turned.to(DEVICE)).cpu(), turned.cummax(-1).values)
+
+
+def _moved(blocks: Blocks) -> Blocks:
+    """Blocks on the device of the kernels."""
+    columns = {name: column.to(DEVICE) for name, column in vars(blocks).items() if isinstance(column, torch.Tensor)}
+    return replace(
+        blocks, **{name: columns[name] for name in ("length", "span", "within", "start", "row", "rows", "of")}
+    )
+
+
 def test_wrong_inputs_are_refused() -> None:
     half, whole = torch.zeros(1, 2, 4, dtype=torch.bfloat16), torch.zeros(1, 2, 4)
     lse, first = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int32)
@@ -141,5 +216,12 @@ def test_wrong_inputs_are_refused() -> None:
         classify.classify((lse, lse, lse), (lse, lse, lse))
     with pytest.raises(ValueError, match="int32 tracks"):
         bitmaps.packed_bits(torch.zeros(4, 5), first.long(), first.long())
+    blocks = Blocks.cut([Shard.of(torch.arange(3))], Storage.natural(Layout.from_cu_seqlens([0, 3])), 2)
+    with pytest.raises(ValueError, match="int64 bounds"):
+        words.range_words(blocks, blocks, torch.zeros(3, 3, 1).long(), torch.zeros(2, 4).long())
+    with pytest.raises(ValueError, match="int64 tiles"):
+        words.range_words(blocks, blocks, torch.zeros(2, 3, 1).long(), torch.zeros(4, 2).long().T)
+    with pytest.raises(ValueError, match="int64 values"):
+        scans.running_max(first)
     with pytest.raises(ValueError, match="one shape"):
         bitmaps.packed_bits(torch.zeros(4, 5).int(), torch.zeros(1, 2).long(), torch.zeros(1, 3).long())

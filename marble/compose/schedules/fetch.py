@@ -181,20 +181,24 @@ def _schedule(
     calls: list[tuple[Tiles, Rows]] = [] if at_once else [(own, home)]
     if parts:
         calls.append((join_keys(parts), Rows("kv", base, areas[-1])))
-    flagged, carries, untouched = flag_touches([work for work, _ in calls])
+    found = flag_touches([work for work, _ in calls])
     forward = [
         Call(work, kv, carries=carry)
-        for work, (_, kv), carry in zip(flagged, calls, carries, strict=True)
-        if work.visited
+        for work, (_, kv), carry, busy in zip(found.calls, calls, found.carries, found.busy, strict=True)
+        if busy
     ]
-    backward = [Call(work, kv, dkv=Rows("dkv", kv.start, kv.stop)) for work, kv in calls if work.visited]
+    backward = [
+        Call(work, kv, dkv=Rows("dkv", kv.start, kv.stop))
+        for (work, kv), busy in zip(calls, found.busy, strict=True)
+        if busy
+    ]
 
     def run(made: list[Call], *, at_home: bool) -> tuple[Call, ...]:
         return tuple(call for call in made if (call.kv == home) == at_home)
 
     mine = len(home)
     steps = (
-        Step(exchange.fetches(rank), untouched, run(forward, at_home=True)),
+        Step(exchange.fetches(rank), found.untouched, run(forward, at_home=True)),
         Step(calls=run(forward, at_home=False)),
     )
     back = (

@@ -34,9 +34,10 @@ def ring(order: TokenOrder, mask: StoredMask, rank: int, block: int, heads: int,
         kv_heads: key/value heads.
     """
     tiles = mask.tiles_of(order.shards[rank], [order.shards[other] for other in sources(rank, order.world)], block)
-    flagged, carries, untouched = flag_touches(tiles)
-    works = [[(work, carry)] if work.visited else [] for work, carry in zip(flagged, carries, strict=True)]
-    return rotate(Ring(rank, order.lengths, block, heads, kv_heads), works, untouched)
+    found = flag_touches(tiles)
+    works = zip(found.calls, found.carries, found.busy, strict=True)
+    steps = [[(work, carry)] if busy else [] for work, carry, busy in works]
+    return rotate(Ring(rank, order.lengths, block, heads, kv_heads), steps, found.untouched)
 
 
 def sources(rank: int, world: int) -> list[int]:

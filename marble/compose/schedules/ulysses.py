@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 
 from marble.compose.schedule import Add, Buffer, Call, Kind, Pass, Rows, Schedule, Step, Transfer
@@ -50,12 +51,12 @@ class HeadSplit:
         if self.heads % self.degree:
             raise ValueError(f"ulysses: {self.degree} ranks do not divide {self.heads} query heads")
 
-    @property
+    @cached_property
     def inner_heads(self) -> int:
         """Query heads of a rank."""
         return self.heads // self.degree
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads of a rank that read one of its key/value heads."""
         return gcd(self.heads // self.kv_heads, self.inner_heads)
@@ -153,47 +154,52 @@ class _Moves:
     tokens: tuple[int, ...]
     split: HeadSplit
 
-    @property
+    @cached_property
     def members(self) -> range:
         """The ranks of the group."""
         first = self.rank // self.split.degree * self.split.degree
         return range(first, first + self.split.degree)
 
-    def pairs(self) -> Iterator[tuple[int, int, int, Rows]]:
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int, int, Rows], ...]:
         """(home, worker, the worker's part of the heads, the home's rows among the group's)."""
-        for home, worker in itertools.product(self.members, self.members):
-            start = sum(self.tokens[self.members[0] : home])
-            if self.tokens[home] and self.rank in (home, worker):
-                yield home, worker, worker - self.members[0], Rows("", start, start + self.tokens[home])
+        found, start = [], 0
+        for home in self.members:
+            stop = start + self.tokens[home]
+            for part, worker in enumerate(self.members):
+                if start < stop and self.rank in (home, worker):
+                    found.append((home, worker, part, Rows("", start, stop)))
+            start = stop
+        return tuple(found)
 
     def spread(self, name: str) -> Iterator[Transfer]:
         """Each rank's tokens to every rank of the group, as the heads that it computes."""
-        for home, worker, part, rows in self.pairs():
+        for home, worker, part, rows in self.pairs:
             src = Rows(name, 0, len(rows), self.split.queries(part))
-            yield Transfer(home, src, worker, replace(rows, buffer=_INNER + name))
+            yield Transfer(home, src, worker, Rows(_INNER + name, rows.start, rows.stop))
 
     def spread_keys(self) -> Iterator[Transfer]:
         """The same for keys and values."""
-        for home, worker, part, rows in self.pairs():
+        for home, worker, part, rows in self.pairs:
             for inner, heads in self.split.keys(part):
-                dst = replace(rows, buffer=f"{_INNER}kv", heads=inner)
+                dst = Rows(f"{_INNER}kv", rows.start, rows.stop, inner)
                 yield Transfer(home, Rows("kv", 0, len(rows), heads), worker, dst)
 
     def collect(self, name: str) -> Iterator[Transfer]:
         """What a rank computed for its heads, back to the ranks of the tokens."""
-        for home, worker, part, rows in self.pairs():
+        for home, worker, part, rows in self.pairs:
             dst = Rows(name, 0, len(rows), self.split.queries(part))
-            yield Transfer(worker, replace(rows, buffer=_INNER + name), home, dst)
+            yield Transfer(worker, Rows(_INNER + name, rows.start, rows.stop), home, dst)
 
     def collect_keys(self) -> Iterator[Transfer]:
         """The same for the gradients of keys and values; copies land beside the first of their head."""
-        for home, worker, part, rows in self.pairs():
+        for home, worker, part, rows in self.pairs:
             found = self.split.gradients(part)
             first = _stretches([(head, at) for head, at, copy in found if copy is None])
             copies = _stretches([(head, copy) for head, _, copy in found if copy is not None])
             for name, stretches in (("dkv", first), ("copies", copies)):
                 for inner, heads in stretches:
-                    src = replace(rows, buffer=f"{_INNER}dkv", heads=inner)
+                    src = Rows(f"{_INNER}dkv", rows.start, rows.stop, inner)
                     yield Transfer(worker, src, home, Rows(name, 0, len(rows), heads))
 
     def adds(self) -> tuple[Add, ...]:
@@ -217,7 +223,7 @@ def _around(inner: Pass, moves: _Moves, buffers: tuple[Buffer, ...], first: Step
 
 def _renamed(step: Step, rank_of: Callable[[int], int]) -> Step:
     def rows(old: Rows) -> Rows:
-        return replace(old, buffer=_INNER + old.buffer)
+        return Rows(_INNER + old.buffer, old.start, old.stop, old.heads)
 
     def call(old: Call) -> Call:
         names = {name: _INNER + getattr(old, name) for name in ("q", "out", "lse", "dout", "dq", "delta")}
