@@ -12,9 +12,9 @@ from torch import Tensor
 from marble.mask.algebra import MaskFn
 from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.predicates import CHUNK, Side
-from marble.mask.scans import running_max
 from marble.mask.shards import expand, true_at
 from marble.mask.tracks import Tracks
+from marble.mask.vectors import running_max, take
 
 _PAIRS = 1 << 24  # block pairs that are summarised in one go
 
@@ -67,7 +67,7 @@ class Pairing:
         """Intervals (key block, first query block, one past the last) with a legal pair, sorted and disjoint."""
         low, high = bounds = self.queries.blocks.shards[0].before(torch.stack([sights.lo, sights.hi]))
         some = true_at(low < high)
-        block, (low, high) = sights.block.index_select(0, some), bounds.index_select(1, some)
+        block, (low, high) = sights.block.index_select(0, some), take(bounds, some)
         return merge(block, low // self.block, (high - 1) // self.block + 1)
 
     def classify(self) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from marble.mask.ranges import Ramp, SpanRanges
-from marble.mask.scans import running_max
 from marble.mask.shards import Blocks, expand, true_at
+from marble.mask.vectors import running_max, take
 
 CHUNK = 256
 """Tiles that are looked at pair by pair in one go: 4 Mi pairs."""
@@ -70,7 +70,7 @@ class Side:
         """The bounds cell by cell; places are rows of the block."""
         assert self.ranges is not None
         cells = self.blocks
-        first, last, offset = self.ranges.table.index_select(2, cells.span).unbind(1)
+        first, last, offset = take(self.ranges.table, cells.span).unbind(1)
         low = (cells.within + offset).clamp_(first, last)
         high = (cells.within + cells.rows - 1 + offset).clamp_(first, last)
         return tuple(map(Ramp, low, high, offset + (cells.within - cells.row)))

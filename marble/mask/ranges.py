@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from marble.mask.scans import running_max
 from marble.mask.storage import Storage
+from marble.mask.vectors import running_max
 
 
 @dataclass(frozen=True, eq=False)

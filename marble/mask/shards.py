@@ -14,6 +14,7 @@ from torch import Tensor
 
 from marble.layout import CPU
 from marble.mask.storage import Storage
+from marble.mask.vectors import take
 
 
 def expand(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,7 +174,7 @@ class Blocks:
         row = torch.cat([shard.row + at * block for shard, at in zip(shards, first, strict=True)])
         spans = torch.searchsorted(borders, start, right=True) - 1
         stretch, span = expand(spans, torch.searchsorted(borders, stop) - spans)
-        start, stop, row = torch.stack([start, stop, row]).index_select(1, stretch)
+        start, stop, row = take(torch.stack([start, stop, row]), stretch)
         border = borders.index_select(0, span)
         low = torch.maximum(start, border)
         high = torch.minimum(stop, border + storage.stored_length.index_select(0, span))
@@ -202,7 +203,7 @@ class Blocks:
         end = row + high - low
         low_block = row // block
         piece, of = expand(low_block, (end - 1) // block + 1 - low_block)
-        row, end, start, span = torch.stack([row, end, low, span]).index_select(1, piece)
+        row, end, start, span = take(torch.stack([row, end, low, span]), piece)
         at = torch.maximum(row, of * block)
         rows = torch.minimum(end, (of + 1) * block) - at
         start += at - row

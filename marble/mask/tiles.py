@@ -24,6 +24,7 @@ from marble.mask.ranges import VisibleRanges
 from marble.mask.shards import Blocks, Shard, expand, numbers, pointers, true_at
 from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
+from marble.mask.vectors import take
 
 _MANY = 4096  # partial tiles that are worth a second thread
 
@@ -153,7 +154,7 @@ def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:
     runs = _transpose(runs, shard_of, base, count)
     label = shard_of.index_select(0, parts[:, 0]) * count + parts[:, 1]
     order = torch.argsort(label * len(keys.blocks) + parts[:, 0])
-    label, key, query = torch.stack([label, *parts.unbind(1)]).index_select(1, order)
+    label, key, query = take(torch.stack([label, *parts.unbind(1)]), order)
     slots = predicates(queries, keys, (query, key), pairing.legal)
     parts = torch.stack([label, key - base.index_select(0, shard_of.index_select(0, key))], 1)
     return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs, parts, slots)
@@ -166,13 +167,13 @@ def _lists(
     slots, ranges, bits = predicates
     ptr = torch.stack([pointers(entries[:, 0], base[-1]) for entries in (runs, parts)])
     ends = numbers(base, ptr.device)
-    cuts = ptr.index_select(1, ends)
+    cuts = take(ptr, ends)
     # Each list counts from its own first entry. Neighbouring lists share a pointer: one ends where the next begins.
     sizes = ends.diff() + 1
     total = base[-1] + len(base) - 1
     number = torch.repeat_interleave(sizes, output_size=total)
     at = torch.arange(total, device=ptr.device) - number
-    relative = (ptr.index_select(1, at) - cuts.index_select(1, number)).int()
+    relative = (take(ptr, at) - take(cuts, number)).int()
     runs, parts = runs[:, 1:].int(), torch.stack([parts[:, 1], slots], 1).int()
     pieces = [[high - low + 1 for low, high in itertools.pairwise(base)]]
     run_cuts, part_cuts = cuts.tolist()
@@ -202,7 +203,7 @@ def _transpose(runs: Tensor, shard_of: Tensor, base: Tensor, queries: int) -> Te
     label = shard_of.index_select(0, key) * queries + query
     # As many runs begin as end: both in order of label and key, first all that begin.
     order = torch.argsort((side * (shards * queries) + label) * keys + key)
-    label, key = torch.stack([label, key]).index_select(1, order)
+    label, key = take(torch.stack([label, key]), order)
     count = len(order) // 2
     label, first, last = label[:count], key[:count], key[count:]
     return torch.stack([label, first - base.index_select(0, shard_of.index_select(0, first)), last - first + 1], 1)
