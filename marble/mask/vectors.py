@@ -25,5 +25,5 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     """
     if rows.device.type != "cpu":
         return rows.index_select(-1, index)
-    every = [row.index_select(0, index) for row in rows.reshape(-1, rows.shape[-1])]
+    every = [row.index_select(0, index) for row in rows.flatten(0, -2)]
     return torch.stack(every).view(*rows.shape[:-1], len(index))
