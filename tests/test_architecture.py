@@ -101,7 +101,7 @@ MAY_IMPORT = {
     "marble.compose.check": (*ORDER, "marble.compose.schedule", "marble.compose.coverage", *KERNELS),
     "marble.compose.cost": (*ORDER, "marble.compose.schedule"),
     "marble.compose.packing": (),
-    "marble.compose.plan": PLAN,
+    "marble.compose.plan": (*PLAN, "marble.comm"),
     "marble.compose.planner": PLANNER,
     "marble.compose.executor": ("marble.compose.schedule", "marble.kernels.contract", "marble.comm.transport"),
     "marble.compose.attention": (*PLANNER, "marble.compose.executor", "marble.comm", "marble.kernels.launch"),
@@ -202,7 +202,7 @@ def test_no_environment_variables(path: Path) -> None:
 
 
 def test_public_names_are_pinned() -> None:
-    assert marble.__all__ == ["AttentionShape", "Layout", "Mode", "Plan", "Span", "attention", "plan"]
+    assert marble.__all__ == ["AttentionShape", "Layout", "Mode", "Plan", "Span", "TransportError", "attention", "plan"]
     assert len(marble.__all__) <= 8
     assert all(hasattr(marble, name) for name in marble.__all__)
 

@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
@@ -388,6 +389,13 @@ CALL_CASES: list[Case] = [
     ("layer a bool", lambda: called(layer=False), TypeError, r"^layer: expected an integer, got bool"),
     ("backend unknown", lambda: called(backend="flash"), ValueError, r"^backend: 'flash' .*use one of 'reference'"),
     ("backend none", lambda: called(backend=None), TypeError, r"^backend: expected .*got NoneType"),
+    (
+        "timeout a number",
+        lambda: called(timeout=2.0),
+        TypeError,
+        r"^timeout: expected a datetime\.timedelta, got float",
+    ),
+    ("timeout 0", lambda: called(timeout=timedelta(0)), ValueError, r"^timeout: must be positive, got 0:00:00"),
     ("plan a layout", lambda: called(used=DOCUMENTS), TypeError, r"^plan: expected the result of marble\.plan, got"),
     (
         "rank plan alone",
