@@ -86,7 +86,14 @@ MASK = (*LAYOUT, "marble.mask", "marble.kernels.contract")
 ORDER = (*MASK, "marble.order")
 SCHEDULES = (*ORDER, "marble.compose.schedules", "marble.compose.schedule")
 PLAN = (*ORDER, "marble.compose.schedule", "marble.compose.shape", "marble.compose.packing")
-PLANNER = (*SCHEDULES, *PLAN, "marble.compose.plan", "marble.compose.planner", "marble.compose.cost")
+PLANNER = (
+    *SCHEDULES,
+    *PLAN,
+    "marble.comm.groups",
+    "marble.compose.plan",
+    "marble.compose.planner",
+    "marble.compose.cost",
+)
 KERNELS = ("marble.kernels.contract", "marble.kernels.predicates")
 MAY_IMPORT = {
     "marble.layout": (),

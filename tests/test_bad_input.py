@@ -239,7 +239,12 @@ PLAN_CASES: list[Case] = [
     ("rank negative", lambda: planned(rank=-1), ValueError, r"^rank: must be 0 to 1, got -1"),
     ("rank float", lambda: planned(rank=0.0), TypeError, r"^rank: expected an integer, got float"),
     ("group and ranks", lambda: planned(group=object()), ValueError, r"^group: give either a group or ranks"),
-    ("group of another type", lambda: planned(ranks=..., group="all"), TypeError, r"^group: expected .*got str"),
+    (
+        "group of another type",
+        lambda: planned(ranks=..., group="all"),
+        TypeError,
+        r"^group: expected .*DeviceMesh, got str",
+    ),
     ("block 0", lambda: planned(block=0), ValueError, r"^block: expected 1 to 128 tokens, got 0"),
     ("block 129", lambda: planned(block=129), ValueError, r"^block: expected 1 to 128 tokens, got 129"),
     ("block float", lambda: planned(block=1.5), TypeError, r"^block: expected an integer, got float"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from marble.comm import local, torch_dist
+from marble.comm.groups import Group
 from marble.comm.transport import Program
 from marble.compose import executor
 from marble.compose.plan import Plan
@@ -33,7 +34,7 @@ def attention(
     plan: Plan,
     *,
     layer: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     backend: str | Backend = "reference",
     timeout: timedelta | None = None,
     return_lse: Literal[False] = False,
@@ -48,7 +49,7 @@ def attention(
     plan: Plan,
     *,
     layer: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     backend: str | Backend = "reference",
     timeout: timedelta | None = None,
     return_lse: Literal[True],
@@ -62,7 +63,7 @@ def attention(
     plan: Plan,
     *,
     layer: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     backend: str | Backend = "reference",
     timeout: timedelta | None = None,
     return_lse: bool = False,
@@ -79,7 +80,7 @@ def attention(
         v: like ``k``.
         plan: the plan of this batch.
         layer: which of the plan's layers this is.
-        group: the process group of the plan's ranks; by default the default group. Unused with virtual ranks.
+        group: the plan's ranks, as for `marble.plan`; by default the default group. Unused with virtual ranks.
         backend: a name that `marble.kernels.launch` knows, or a `marble.kernels.contract.Backend`.
         timeout: how long a step, forward or backward, may wait for other ranks; by default the group's own timeout.
             With one, the host waits for transfers on GPUs too.

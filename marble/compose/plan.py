@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marble.comm import torch_dist
+from marble.comm.groups import Group, process_group, sharing_heads
 from marble.compose.packing import Packed
 from marble.compose.schedule import Schedule
 from marble.compose.shape import AttentionShape
@@ -99,15 +100,13 @@ class Plan:
         self._expect(x, dim, self.tokens, "shard")
         return x.index_select(dim, self.index.to(x.device))
 
-    def unshard(
-        self, x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
-    ) -> Tensor:
+    def unshard(self, x: Tensor, dim: int = 0, group: Group | None = None, timeout: timedelta | None = None) -> Tensor:
         """The inverse of `shard`: the full sequence in sequence order, on every rank.
 
         Args:
             x: [..., local_tokens, ...].
             dim: the token dimension.
-            group: the process group of the plan's ranks; by default the default group. Unused with virtual ranks.
+            group: the plan's ranks, as for `marble.plan`; by default the default group. Unused with virtual ranks.
             timeout: how long to wait for other ranks; by default the group's own timeout.
 
         Raises:
@@ -126,11 +125,11 @@ class Plan:
             gathered = torch.cat(parts).movedim(0, dim)
         return gathered.index_select(dim, torch.argsort(self._every_index).to(x.device))
 
-    def process_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """The group to run this plan in.
+    def process_group(self, group: Group | None) -> dist.ProcessGroup:
+        """The group to run this plan in; a group or a mesh, by default the default group.
 
         Raises:
-            ValueError: if there is none, or it is not the one that the plan was made for.
+            TypeError, ValueError: if there is none, or it is not the one that the plan was made for.
         """
         if group is None:
             if not dist.is_initialized():
@@ -140,6 +139,13 @@ class Plan:
                 )
             group = dist.group.WORLD
         assert group is not None
+        degree = sharing_heads(group)
+        if degree not in (None, self.ulysses):
+            raise ValueError(
+                f"group: the plan has {self.ulysses} ranks share heads, the mesh has {degree} in its last dimension; "
+                "plan for this mesh"
+            )
+        group = process_group(group)
         if (group.size(), group.rank()) != (self.world, self.rank):
             raise ValueError(
                 f"group: the plan is for rank {self.rank} of {self.world}, the group has this process as rank "
