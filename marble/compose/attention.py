@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from marble.comm import local, torch_dist
+from marble.comm.choice import check_connections, choose
 from marble.comm.groups import Group
 from marble.comm.transport import Program
 from marble.compose import executor
+from marble.compose.inboxes import watched
 from marble.compose.plan import Plan
 from marble.compose.schedule import Schedule
 from marble.compose.shape import AttentionShape
@@ -36,7 +38,9 @@ def attention(
     layer: int = 0,
     group: Group | None = None,
     backend: str | Backend = "reference",
+    transport: str | None = None,
     timeout: timedelta | None = None,
+    debug: bool = False,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -51,7 +55,9 @@ def attention(
     layer: int = 0,
     group: Group | None = None,
     backend: str | Backend = "reference",
+    transport: str | None = None,
     timeout: timedelta | None = None,
+    debug: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -65,7 +71,9 @@ def attention(
     layer: int = 0,
     group: Group | None = None,
     backend: str | Backend = "reference",
+    transport: str | None = None,
     timeout: timedelta | None = None,
+    debug: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this process's tokens to all tokens, with the numbers of a single call over the whole sequence.
@@ -82,8 +90,11 @@ def attention(
         layer: which of the plan's layers this is.
         group: the plan's ranks, as for `marble.plan`; by default the default group. Unused with virtual ranks.
         backend: a name that `marble.kernels.launch` knows, or a `marble.kernels.contract.Backend`.
+        transport: ``local`` for virtual ranks, ``torch_dist`` for process groups; by default the one that fits, which
+            is logged.
         timeout: how long a step, forward or backward, may wait for other ranks; by default the group's own timeout.
             With one, the host waits for transfers on GPUs too.
+        debug: watch every inbox for being overwritten before it is read (`marble.compose.inboxes`); slow.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -96,17 +107,20 @@ def attention(
             the ranks planned differently.
         TransportError: here or in the backward pass, if another rank died, stalled, raised or runs something else. The
             group is then of no more use; the ranks that are left can go on in a new one.
+        InboxError: with ``debug``, if a received row was overwritten before it was read.
     """
     shape = _check(q, k, v, plan, layer)
     chosen = launch.backend(backend) if isinstance(backend, str) else backend
     if not all(callable(getattr(chosen, call, None)) for call in ("forward", "delta", "backward")):
         raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
     _check_timeout(timeout)
+    choose(transport, virtual=plan.rank is None)
     ranks = None
     if plan.rank is not None:
         ranks = _Ranks(plan.process_group(group), f"layer {layer}", plan.digest.numpy().tobytes(), timeout)
+        check_connections(q.device)
         plan.agree(ranks.group, q.device, timeout)
-    run = _Run(plan.schedules_on(q.device)[layer], plan.order.lengths, chosen, ranks, shape.softmax_scale)
+    run = _Run(plan.schedules_on(q.device)[layer], plan.order.lengths, chosen, ranks, shape.softmax_scale, debug)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _Attention.apply(q, k, v, run)
     return (out, lse.T) if return_lse else out
@@ -134,6 +148,7 @@ class _Run:
     backend: Backend
     ranks: _Ranks | None
     scale: float
+    debug: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         results = self._run(
@@ -158,13 +173,19 @@ class _Run:
         with torch.autocast(tensors[0].device.type, enabled=False):
             if self.ranks is not None:
                 (schedule,) = self.schedules.values()
-                return [torch_dist.run(program(schedule, tensors), self.ranks.group, self.ranks.operation(name))]
+                mine = self._watched(program(schedule, tensors), schedule, name)
+                return [torch_dist.run(mine, self.ranks.group, self.ranks.operation(name))]
             # Log-sum-exps are [heads, tokens], everything else begins with the tokens.
             pieces = [tensor.split(self.lengths, dim=0 if tensor.ndim == 3 else 1) for tensor in tensors]
             programs = {
-                rank: program(schedule, [piece[rank] for piece in pieces]) for rank, schedule in self.schedules.items()
+                rank: self._watched(program(schedule, [piece[rank] for piece in pieces]), schedule, name)
+                for rank, schedule in self.schedules.items()
             }
             return list(local.run_together(programs).values())
+
+    def _watched(self, program: Program[Any], schedule: Schedule, name: str) -> Program[Any]:
+        declared = schedule.forward if name == "forward" else schedule.backward
+        return watched(program, declared, schedule.rank) if self.debug else program
 
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -72,7 +72,7 @@ def run(plan: Plan, tensors: list[Tensor], layer: int, **options: Any) -> list[T
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = marble.attention(q, k, v, plan, layer=layer, return_lse=True, **options)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
-    unshard = options if plan.rank is not None else {}
+    unshard = {name: value for name, value in options.items() if name == "group"}
     return [plan.unshard(x, **unshard) for x in (out.detach(), lse, *gradients)]
 
 
@@ -85,6 +85,9 @@ def worker(rank: int, world: int, folder: str) -> None:
         plan = plan_for(name, order, group=dist.group.WORLD)
         answers[name, order, dtype] = [run(plan, inputs(name, dtype), layer) for layer in range(len(SHAPES))]
         answers["tokens", name, order] = plan.local_tokens
+    answers["watched"] = run(
+        plan_for("ragged", "chunks", group=dist.group.WORLD), inputs("ragged", torch.bfloat16), 1, debug=True
+    )
     answers["ids"] = unshard_ids(dist.group.WORLD)
     answers["refused"] = refusals(rank, world)
     answers["disagreement"] = disagreement(rank, world)
@@ -172,6 +175,12 @@ def test_bits_of_virtual_ranks(answers: Any, name: str, order: str, dtype: torch
             ):
                 assert x.dtype == y.dtype
                 assert torch.equal(x, y), f"layer {layer}: {part} on rank {rank} differs from virtual ranks"
+
+
+def test_watching_inboxes_changes_nothing(answers: Any) -> None:
+    for found in answers:
+        plain = found["ragged", "chunks", torch.bfloat16][1]
+        assert all(torch.equal(x, y) for x, y in zip(found["watched"], plain, strict=True))
 
 
 def test_cases_hold_ragged_shards_and_idle_ranks(answers: Any) -> None:
