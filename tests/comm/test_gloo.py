@@ -6,6 +6,7 @@ with the same plan on virtual ranks in this process.
 
 import datetime
 import multiprocessing
+import pickle
 import time
 import warnings
 from dataclasses import replace
@@ -20,6 +21,7 @@ from torch import Tensor
 
 import marble
 from marble import AttentionShape, Layout, Span
+from marble.comm import torch_dist
 from marble.compose.plan import Plan
 
 LIMIT = 60
@@ -88,6 +90,7 @@ def worker(rank: int, world: int, folder: str) -> None:
     answers["watched"] = run(
         plan_for("ragged", "chunks", group=dist.group.WORLD), inputs("ragged", torch.bfloat16), 1, debug=True
     )
+    answers["digests"] = digests_exchanged()
     answers["ids"] = unshard_ids(dist.group.WORLD)
     answers["refused"] = refusals(rank, world)
     answers["disagreement"] = disagreement(rank, world)
@@ -102,6 +105,28 @@ def worker(rank: int, world: int, folder: str) -> None:
     torch.save(answers, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def digests_exchanged() -> list[int]:
+    """How many digests are exchanged: by a new plan, by its second use, by a copy of it, and by another plan."""
+    counts, gather = [], torch_dist.gather
+
+    def counting(x: Tensor, lengths: Any, group: Any, what: str, timeout: Any = None) -> list[Tensor]:
+        counts[-1] += 1
+        return gather(x, lengths, group, what, timeout)
+
+    def plan_of(cut: int) -> Plan:
+        return marble.plan(Layout.from_cu_seqlens([0, cut, 128]), SHAPES, group=dist.group.WORLD, block=16)
+
+    plan = plan_of(50)
+    torch_dist.gather = counting
+    try:
+        for used in (plan, plan, pickle.loads(pickle.dumps(plan)), plan_of(51)):
+            counts.append(0)
+            marble.attention(*(used.shard(x) for x in inputs("even", torch.float32)[:3]), used)
+    finally:
+        torch_dist.gather = gather
+    return counts
 
 
 def unshard_ids(group: Any) -> list[Tensor]:
@@ -175,6 +200,10 @@ def test_bits_of_virtual_ranks(answers: Any, name: str, order: str, dtype: torch
             ):
                 assert x.dtype == y.dtype
                 assert torch.equal(x, y), f"layer {layer}: {part} on rank {rank} differs from virtual ranks"
+
+
+def test_a_plan_is_compared_between_ranks_once(answers: Any) -> None:
+    assert [found["digests"] for found in answers] == [[1, 0, 0, 1]] * len(answers)
 
 
 def test_watching_inboxes_changes_nothing(answers: Any) -> None:
