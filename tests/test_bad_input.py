@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import pytest
@@ -241,7 +242,12 @@ PLAN_CASES: list[Case] = [
     ("rank negative", lambda: planned(rank=-1), ValueError, r"^rank: must be 0 to 1, got -1"),
     ("rank float", lambda: planned(rank=0.0), TypeError, r"^rank: expected an integer, got float"),
     ("group and ranks", lambda: planned(group=object()), ValueError, r"^group: give either a group or ranks"),
-    ("group of another type", lambda: planned(ranks=..., group="all"), TypeError, r"^group: expected .*got str"),
+    (
+        "group of another type",
+        lambda: planned(ranks=..., group="all"),
+        TypeError,
+        r"^group: expected .*DeviceMesh, got str",
+    ),
     ("block 0", lambda: planned(block=0), ValueError, r"^block: expected 1 to 128 tokens, got 0"),
     ("block 129", lambda: planned(block=129), ValueError, r"^block: expected 1 to 128 tokens, got 129"),
     ("block float", lambda: planned(block=1.5), TypeError, r"^block: expected an integer, got float"),
@@ -391,6 +397,13 @@ CALL_CASES: list[Case] = [
     ("layer a bool", lambda: called(layer=False), TypeError, r"^layer: expected an integer, got bool"),
     ("backend unknown", lambda: called(backend="flash"), ValueError, r"^backend: 'flash' .*use one of 'reference'"),
     ("backend none", lambda: called(backend=None), TypeError, r"^backend: expected .*got NoneType"),
+    (
+        "timeout a number",
+        lambda: called(timeout=2.0),
+        TypeError,
+        r"^timeout: expected a datetime\.timedelta, got float",
+    ),
+    ("timeout 0", lambda: called(timeout=timedelta(0)), ValueError, r"^timeout: must be positive, got 0:00:00"),
     ("plan a layout", lambda: called(used=DOCUMENTS), TypeError, r"^plan: expected the result of marble\.plan, got"),
     (
         "rank plan alone",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal, overload
 
 import torch
@@ -12,8 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from marble.comm import local, torch_dist
+from marble.comm.choice import check_connections, choose
+from marble.comm.groups import Group
 from marble.comm.transport import Program
 from marble.compose import executor
+from marble.compose.inboxes import watched
 from marble.compose.plan import Plan
 from marble.compose.schedule import Schedule
 from marble.compose.shape import AttentionShape
@@ -32,8 +36,11 @@ def attention(
     plan: Plan,
     *,
     layer: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     backend: str | Backend = "reference",
+    transport: str | None = None,
+    timeout: timedelta | None = None,
+    debug: bool = False,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -46,8 +53,11 @@ def attention(
     plan: Plan,
     *,
     layer: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     backend: str | Backend = "reference",
+    transport: str | None = None,
+    timeout: timedelta | None = None,
+    debug: bool = False,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -59,8 +69,11 @@ def attention(
     plan: Plan,
     *,
     layer: int = 0,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     backend: str | Backend = "reference",
+    transport: str | None = None,
+    timeout: timedelta | None = None,
+    debug: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of this process's tokens to all tokens, with the numbers of a single call over the whole sequence.
@@ -75,8 +88,13 @@ def attention(
         v: like ``k``.
         plan: the plan of this batch.
         layer: which of the plan's layers this is.
-        group: the process group of the plan's ranks; by default the default group. Unused with virtual ranks.
+        group: the plan's ranks, as for `marble.plan`; by default the default group. Unused with virtual ranks.
         backend: a name that `marble.kernels.launch` knows, or a `marble.kernels.contract.Backend`.
+        transport: ``local`` for virtual ranks, ``torch_dist`` for process groups; by default the one that fits, which
+            is logged.
+        timeout: how long a step, forward or backward, may wait for other ranks; by default the group's own timeout.
+            With one, the host waits for transfers on GPUs too.
+        debug: watch every inbox for being overwritten before it is read (`marble.compose.inboxes`); slow.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -85,58 +103,91 @@ def attention(
         not differentiable.
 
     Raises:
-        TypeError, ValueError: if a tensor is not what the plan expects, before anything runs.
+        TypeError, ValueError: if a tensor is not what the plan expects, before anything runs; and on every rank, if
+            the ranks planned differently.
+        TransportError: here or in the backward pass, if another rank died, stalled, raised or runs something else. The
+            group is then of no more use; the ranks that are left can go on in a new one.
+        InboxError: with ``debug``, if a received row was overwritten before it was read.
     """
     shape = _check(q, k, v, plan, layer)
     chosen = launch.backend(backend) if isinstance(backend, str) else backend
     if not all(callable(getattr(chosen, call, None)) for call in ("prepare", "forward", "delta", "backward")):
         raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
-    ranks = None if plan.rank is None else plan.agree(plan.process_group(group), q.device)
+    _check_timeout(timeout)
+    choose(transport, virtual=plan.rank is None)
+    ranks = None
+    if plan.rank is not None:
+        ranks = _Ranks(plan.process_group(group), f"layer {layer}", plan.digest.numpy().tobytes(), timeout)
+        check_connections(q.device)
+        plan.agree(ranks.group, q.device, timeout)
     schedules = plan.schedules_on(q.device)[layer]
     chosen.prepare([work for schedule in schedules.values() for work in schedule.works])
-    run = _Run(schedules, plan.order.lengths, chosen, ranks, shape.softmax_scale)
+    run = _Run(schedules, plan.order.lengths, chosen, ranks, shape.softmax_scale, debug)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _Attention.apply(q, k, v, run)
     return (out, lse.T) if return_lse else out
 
 
 @dataclass(frozen=True)
+class _Ranks:
+    """Real ranks, and what their messages say that they belong to."""
+
+    group: dist.ProcessGroup
+    layer: str
+    digest: bytes
+    timeout: timedelta | None
+
+    def operation(self, name: str) -> torch_dist.Operation:
+        return torch_dist.Operation(f"{self.layer}, {name}", self.digest, self.timeout)
+
+
+@dataclass(frozen=True)
 class _Run:
-    """How to run one layer's schedules: one in a process group, or without a group those of all ranks."""
+    """How to run one layer's schedules: one on real ranks, or without them those of all ranks."""
 
     schedules: Mapping[int, Schedule]
     lengths: tuple[int, ...]
     backend: Backend
-    group: dist.ProcessGroup | None
+    ranks: _Ranks | None
     scale: float
+    debug: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         results = self._run(
-            [q, k, v], lambda schedule, parts: executor.forward(schedule, self.backend, *parts, scale=self.scale)
+            "forward",
+            [q, k, v],
+            lambda schedule, parts: executor.forward(schedule, self.backend, *parts, scale=self.scale),
         )
         return _join([out for out, _ in results]), _join([lse for _, lse in results], dim=1)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
         results = self._run(
+            "backward",
             [q, k, v, out, lse, dout],
             lambda schedule, parts: executor.backward(schedule, self.backend, *parts, scale=self.scale),
         )
         return tuple(_join(parts) for parts in zip(*results, strict=True))
 
     def _run(
-        self, tensors: Sequence[Tensor], program: Callable[[Schedule, Sequence[Tensor]], Program[Any]]
+        self, name: str, tensors: Sequence[Tensor], program: Callable[[Schedule, Sequence[Tensor]], Program[Any]]
     ) -> list[Any]:
         # Autocast would send the backend's float32 products through its own lower precision.
         with torch.autocast(tensors[0].device.type, enabled=False):
-            if self.group is not None:
+            if self.ranks is not None:
                 (schedule,) = self.schedules.values()
-                return [torch_dist.run(program(schedule, tensors), self.group)]
+                mine = self._watched(program(schedule, tensors), schedule, name)
+                return [torch_dist.run(mine, self.ranks.group, self.ranks.operation(name))]
             # Log-sum-exps are [heads, tokens], everything else begins with the tokens.
             pieces = [tensor.split(self.lengths, dim=0 if tensor.ndim == 3 else 1) for tensor in tensors]
             programs = {
-                rank: program(schedule, [piece[rank] for piece in pieces]) for rank, schedule in self.schedules.items()
+                rank: self._watched(program(schedule, [piece[rank] for piece in pieces]), schedule, name)
+                for rank, schedule in self.schedules.items()
             }
             return list(local.run_together(programs).values())
+
+    def _watched(self, program: Program[Any], schedule: Schedule, name: str) -> Program[Any]:
+        declared = schedule.forward if name == "forward" else schedule.backward
+        return watched(program, declared, schedule.rank) if self.debug else program
 
 
 def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -160,6 +211,13 @@ class _Attention(torch.autograd.Function):
         inputs = ctx.saved_tensors
         gradients = ctx.run.backward(*inputs, dout.contiguous())
         return *(gradient.to(x.dtype) for gradient, x in zip(gradients, inputs[:3], strict=True)), None
+
+
+def _check_timeout(timeout: timedelta | None) -> None:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout: expected a datetime.timedelta, got {type(timeout).__name__}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout: must be positive, got {timeout}")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, layer: int) -> AttentionShape:

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from marble.comm import torch_dist
+from marble.comm.groups import Group, process_group, sharing_heads
 from marble.compose.packing import Packed
 from marble.compose.schedule import Schedule
 from marble.compose.shape import AttentionShape
@@ -97,16 +100,18 @@ class Plan:
         self._expect(x, dim, self.tokens, "shard")
         return x.index_select(dim, self.index.to(x.device))
 
-    def unshard(self, x: Tensor, dim: int = 0, group: dist.ProcessGroup | None = None) -> Tensor:
+    def unshard(self, x: Tensor, dim: int = 0, group: Group | None = None, timeout: timedelta | None = None) -> Tensor:
         """The inverse of `shard`: the full sequence in sequence order, on every rank.
 
         Args:
             x: [..., local_tokens, ...].
             dim: the token dimension.
-            group: the process group of the plan's ranks; by default the default group. Unused with virtual ranks.
+            group: the plan's ranks, as for `marble.plan`; by default the default group. Unused with virtual ranks.
+            timeout: how long to wait for other ranks; by default the group's own timeout.
 
         Raises:
             ValueError: if ``x`` has another number of tokens, or would need gradients through other processes.
+            TransportError: if another rank fails, or does not answer in time.
         """
         self._expect(x, dim, self.local_tokens, "unshard")
         if self.rank is None:
@@ -114,14 +119,17 @@ class Plan:
         else:
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError("unshard: gradients do not pass between processes; call it on x.detach()")
-            gathered = self._gather(x.movedim(dim, 0), self.process_group(group)).movedim(0, dim)
+            parts = torch_dist.gather(
+                x.movedim(dim, 0), self.order.lengths, self.process_group(group), "tokens to unshard", timeout
+            )
+            gathered = torch.cat(parts).movedim(0, dim)
         return gathered.index_select(dim, torch.argsort(self._every_index).to(x.device))
 
-    def process_group(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """The group to run this plan in.
+    def process_group(self, group: Group | None) -> dist.ProcessGroup:
+        """The group to run this plan in; a group or a mesh, by default the default group.
 
         Raises:
-            ValueError: if there is none, or it is not the one that the plan was made for.
+            TypeError, ValueError: if there is none, or it is not the one that the plan was made for.
         """
         if group is None:
             if not dist.is_initialized():
@@ -131,6 +139,13 @@ class Plan:
                 )
             group = dist.group.WORLD
         assert group is not None
+        degree = sharing_heads(group)
+        if degree not in (None, self.ulysses):
+            raise ValueError(
+                f"group: the plan has {self.ulysses} ranks share heads, the mesh has {degree} in its last dimension; "
+                "plan for this mesh"
+            )
+        group = process_group(group)
         if (group.size(), group.rank()) != (self.world, self.rank):
             raise ValueError(
                 f"group: the plan is for rank {self.rank} of {self.world}, the group has this process as rank "
@@ -147,32 +162,24 @@ class Plan:
         sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
         return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
 
-    def agree(self, group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-        """Make sure, once per plan and group, that all ranks of the group planned the same; returns the group.
+    def agree(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
+        """Make sure that all ranks of a group planned the same. Costs messages once per digest and group.
+
+        Args:
+            group: the plan's ranks.
+            device: where the group communicates from.
+            timeout: how long to wait for other ranks; by default the group's own timeout.
 
         Raises:
             ValueError: on every rank, if the plans differ.
+            TransportError: if another rank fails, or does not answer in time.
         """
-        agreed = self.__dict__.setdefault("_agreed", set())
-        if group not in agreed:
-            mine = self.digest.to(device)
-            digests = [torch.empty_like(mine) for _ in range(self.world)]
-            dist.all_gather(digests, mine, group=group)
-            different = [rank for rank, digest in enumerate(digests) if not torch.equal(digest, mine)]
-            if different:
-                raise ValueError(
-                    f"plan: rank {self.rank} and ranks {different} planned different layouts, layers or orders; every "
-                    "rank of a group must plan the same batch"
-                )
-            agreed.add(group)
-        return group
-
-    def _gather(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        most = max(self.order.lengths)
-        padded = torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
-        parts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(parts, padded, group=group)
-        return torch.cat([part[:length] for part, length in zip(parts, self.order.lengths, strict=True)])
+        different = torch_dist.disagreeing(self.digest, device, group, timeout)
+        if different:
+            raise ValueError(
+                f"plan: rank {self.rank} and ranks {different} planned different layouts, layers or orders; every "
+                "rank of a group must plan the same batch"
+            )
 
     def _expect(self, x: Tensor, dim: int, tokens: int, name: str) -> None:
         if not isinstance(x, Tensor):

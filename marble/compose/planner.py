@@ -10,9 +10,9 @@ from functools import lru_cache
 from math import gcd
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from marble.comm.groups import Group, process_group, sharing_heads
 from marble.compose.plan import Plan
 from marble.compose.schedule import Schedule
 from marble.compose.schedules.chunked import chunked
@@ -45,10 +45,10 @@ def plan(
     *,
     ranks: int | None = None,
     rank: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group | None = None,
     schedule: str | Sequence[str] = "ring",
     order: str | None = None,
-    ulysses: int = 1,
+    ulysses: int | None = None,
     block: int = MAX_BLOCK,
     mask: MaskFn | None = None,
     tracks: Mapping[str, Tensor] | None = None,
@@ -61,7 +61,9 @@ def plan(
         layers: the attention of each layer, or of the only one. They share one token order.
         ranks: number of ranks. Without ``rank``, this process runs all of them itself (virtual ranks).
         rank: the rank to plan for.
-        group: a process group, instead of ``ranks`` and ``rank``.
+        group: a process group, instead of ``ranks`` and ``rank``; or one dimension of a ``DeviceMesh``; or two, the
+            last of which holds the ranks that share heads. Two are flattened: the first time all
+            ranks of the whole mesh must come here, as a process group is made.
         schedule: what moves between ranks, for all layers or one name per layer: ``ring`` (every shard visits every
             rank), ``sparse_a2a`` (each rank fetches the key blocks that its queries see; on a window layer, the last
             window), ``chunked`` (a ring of a few dense calls per step, for long bidirectional spans) or ``all_gather``
@@ -72,7 +74,8 @@ def plan(
             ``balanced_samples``.
         ulysses: ranks that share the heads of their tokens: groups of so many neighbouring ranks exchange tokens for
             heads before and after attention, and the schedule runs between the groups. It divides the number of ranks
-            and every layer's query heads; key/value heads are copied where it does not divide those.
+            and every layer's query heads; key/value heads are copied where it does not divide those. By default 1, or
+            what a mesh of two dimensions says.
         block: tokens of a tile's block, 1 to 128. Small blocks let short sequences spread over many ranks.
         mask: a mask of one's own, ``mask(q, k)`` over token tracks (see `marble.mask.algebra`), instead of the
             layout's modes. Padding stays invisible.
@@ -88,7 +91,7 @@ def plan(
     # A device context slows every call down, so it is entered only where the caller has another default device.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
-        where = _resolve_ranks(ranks, rank, group)
+        where, ulysses = _resolve_ranks(ranks, rank, group), _resolve_degree(ulysses, group)
         request = _request(layout, layers, where, schedule, order, ulysses, block, torch.device(device))
         if mask is None and tracks is None:
             made = _kept(replace(request, digest=layout.digest))
@@ -131,7 +134,7 @@ def _request(
 ) -> _Request:
     layers = (layers,) if isinstance(layers, AttentionShape) else _as_layers(layers)
     world, rank = where
-    _check_degree(ulysses := as_int(ulysses, "ulysses"), world, layers)
+    _check_degree(ulysses, world, layers)
     block = as_int(block, "block")
     if not 1 <= block <= MAX_BLOCK:
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
@@ -202,6 +205,19 @@ def _build(
     return tuple(found)
 
 
+def _resolve_degree(ulysses: int | None, group: Group | None) -> int:
+    said = None if group is None else sharing_heads(group)
+    if ulysses is None:
+        return 1 if said is None else said
+    ulysses = as_int(ulysses, "ulysses")
+    if said not in (None, ulysses):
+        raise ValueError(
+            f"ulysses: {ulysses} differs from the {said} ranks in the last dimension of the mesh; leave it out, or "
+            "give a group or a mesh of one dimension"
+        )
+    return ulysses
+
+
 def _check_degree(degree: int, world: int, layers: Sequence[AttentionShape]) -> None:
     if degree < 1:
         raise ValueError(f"ulysses: must be at least 1, got {degree}")
@@ -239,13 +255,12 @@ def _as_layers(layers: Sequence[AttentionShape]) -> tuple[AttentionShape, ...]:
     return tuple(layers)
 
 
-def _resolve_ranks(ranks: int | None, rank: int | None, group: dist.ProcessGroup | None) -> tuple[int, int | None]:
+def _resolve_ranks(ranks: int | None, rank: int | None, group: Group | None) -> tuple[int, int | None]:
     if group is not None:
         if ranks is not None or rank is not None:
             raise ValueError("group: give either a group or ranks and rank, not both")
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group: expected a process group that this process is in, got {type(group).__name__}")
-        return group.size(), group.rank()
+        members = process_group(group)
+        return members.size(), members.rank()
     if ranks is None:
         raise ValueError("ranks: say how many ranks share the sequence, or give their process group")
     world = as_int(ranks, "ranks")

@@ -53,6 +53,10 @@ class Rows:
     stop: int
     heads: tuple[int, int] | None = None
 
+    def __str__(self) -> str:
+        heads = "" if self.heads is None else f", heads {self.heads[0]}:{self.heads[1]}"
+        return f"{self.buffer}[{self.start}:{self.stop}{heads}]"
+
     def __len__(self) -> int:
         return self.stop - self.start
 

@@ -5,6 +5,8 @@ with the same plan on virtual ranks in this process.
 """
 
 import datetime
+import multiprocessing
+import pickle
 import time
 import warnings
 from dataclasses import replace
@@ -19,6 +21,7 @@ from torch import Tensor
 
 import marble
 from marble import AttentionShape, Layout, Span
+from marble.comm import torch_dist
 from marble.compose.plan import Plan
 
 LIMIT = 60
@@ -71,7 +74,7 @@ def run(plan: Plan, tensors: list[Tensor], layer: int, **options: Any) -> list[T
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = marble.attention(q, k, v, plan, layer=layer, return_lse=True, **options)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
-    unshard = options if plan.rank is not None else {}
+    unshard = {name: value for name, value in options.items() if name == "group"}
     return [plan.unshard(x, **unshard) for x in (out.detach(), lse, *gradients)]
 
 
@@ -84,6 +87,10 @@ def worker(rank: int, world: int, folder: str) -> None:
         plan = plan_for(name, order, group=dist.group.WORLD)
         answers[name, order, dtype] = [run(plan, inputs(name, dtype), layer) for layer in range(len(SHAPES))]
         answers["tokens", name, order] = plan.local_tokens
+    answers["watched"] = run(
+        plan_for("ragged", "chunks", group=dist.group.WORLD), inputs("ragged", torch.bfloat16), 1, debug=True
+    )
+    answers["digests"] = digests_exchanged()
     answers["ids"] = unshard_ids(dist.group.WORLD)
     answers["refused"] = refusals(rank, world)
     answers["disagreement"] = disagreement(rank, world)
@@ -98,6 +105,28 @@ def worker(rank: int, world: int, folder: str) -> None:
     torch.save(answers, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def digests_exchanged() -> list[int]:
+    """How many digests are exchanged: by a new plan, by its second use, by a copy of it, and by another plan."""
+    counts, gather = [], torch_dist.gather
+
+    def counting(x: Tensor, lengths: Any, group: Any, what: str, timeout: Any = None) -> list[Tensor]:
+        counts[-1] += 1
+        return gather(x, lengths, group, what, timeout)
+
+    def plan_of(cut: int) -> Plan:
+        return marble.plan(Layout.from_cu_seqlens([0, cut, 128]), SHAPES, group=dist.group.WORLD, block=16)
+
+    plan = plan_of(50)
+    torch_dist.gather = counting
+    try:
+        for used in (plan, plan, pickle.loads(pickle.dumps(plan)), plan_of(51)):
+            counts.append(0)
+            marble.attention(*(used.shard(x) for x in inputs("even", torch.float32)[:3]), used)
+    finally:
+        torch_dist.gather = gather
+    return counts
 
 
 def unshard_ids(group: Any) -> list[Tensor]:
@@ -128,8 +157,8 @@ def refusals(rank: int, world: int) -> list[str]:
 
 
 def disagreement(rank: int, world: int) -> str:
-    """What a rank is told when rank 0 planned another batch of as many tokens."""
-    layout = Layout.from_cu_seqlens([0, 60, 128] if rank == 0 else [0, 64, 128])
+    """What a rank is told when rank 0 planned another batch of as many tokens; neither was used before."""
+    layout = Layout.from_cu_seqlens([0, 60, 128] if rank == 0 else [0, 62, 128])
     plan = marble.plan(layout, SHAPES, ranks=world, rank=rank, block=16)
     x = [plan.shard(x) for x in inputs("even", torch.float32)[:3]]
     try:
@@ -143,7 +172,9 @@ def disagreement(rank: int, world: int) -> str:
 def answers(request: Any, tmp_path_factory: Any) -> list[dict[Any, Any]]:
     """What every rank of a world found, by rank."""
     world, folder = request.param, tmp_path_factory.mktemp("gloo")
-    context = mp.start_processes(worker, (world, str(folder)), world, join=False, start_method="spawn")
+    # Processes that are forked from one that has imported marble start in no time.
+    multiprocessing.set_forkserver_preload(["marble"])
+    context = mp.start_processes(worker, (world, str(folder)), world, join=False, start_method="forkserver")
     deadline = time.monotonic() + LIMIT
     try:
         while not context.join(max(deadline - time.monotonic(), 0)):
@@ -169,6 +200,16 @@ def test_bits_of_virtual_ranks(answers: Any, name: str, order: str, dtype: torch
             ):
                 assert x.dtype == y.dtype
                 assert torch.equal(x, y), f"layer {layer}: {part} on rank {rank} differs from virtual ranks"
+
+
+def test_a_plan_is_compared_between_ranks_once(answers: Any) -> None:
+    assert [found["digests"] for found in answers] == [[1, 0, 0, 1]] * len(answers)
+
+
+def test_watching_inboxes_changes_nothing(answers: Any) -> None:
+    for found in answers:
+        plain = found["ragged", "chunks", torch.bfloat16][1]
+        assert all(torch.equal(x, y) for x, y in zip(found["watched"], plain, strict=True))
 
 
 def test_cases_hold_ragged_shards_and_idle_ranks(answers: Any) -> None:
