@@ -322,10 +322,7 @@ class ForwardSm90:
                 pipes.k.producer_acquire(k_state)
                 load_k(key_row, k_state)
                 k_state.advance()
-                if previous >= 0:
-                    pipes.v.producer_acquire(v_state)
-                    load_v(previous, v_state)
-                    v_state.advance()
+                v_state = self.load_values(load_v, pipes.v, previous, v_state)
                 previous = key_row
             for r in cutlass.range(runs, unroll=1):
                 next_row, next_tiles = self.run_from(lists.runs, first_run + r + 1, runs - r - 1)
@@ -336,20 +333,14 @@ class ForwardSm90:
                         cute.arch.mbarrier_arrive(pipes.k.producer_get_barrier(k_state), arrive_count=MASK_WARPS)
                     load_k(key_row, k_state)
                     k_state.advance()
-                    if previous >= 0:
-                        pipes.v.producer_acquire(v_state)
-                        load_v(previous, v_state)
-                        v_state.advance()
+                    v_state = self.load_values(load_v, pipes.v, previous, v_state)
                     previous = key_row
                 run_row, run_tiles = next_row, next_tiles
             unit_state.advance()
-            row, first_part, parts, first_run, runs, head, following = self.await_unit(shared, pipes, unit_state)
+            row, first_part, parts, first_run, runs, head, kv_head = self.await_unit(shared, pipes, unit_state)
             lane_row = self.parts_from(lists.parts, first_part, parts, 0)
             run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
-            pipes.v.producer_acquire(v_state)
-            load_v(previous, v_state)
-            v_state.advance()
-            kv_head = following
+            v_state = self.load_values(load_v, pipes.v, previous, v_state)
         pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
@@ -392,6 +383,15 @@ class ForwardSm90:
             cute.group_modes(self.tile_at(tma, row), 0, 2),
         )
         cute.copy(atom, g, s[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    @cute.jit
+    def load_values(self, load_v, pipe, row, state):
+        """The values of the key tile before, if there is one."""
+        if row >= 0:
+            pipe.producer_acquire(state)
+            load_v(row, state)
+            state.advance()
+        return state
 
     def tile_at(self, tensor, row):
         """[128, d] from ``row`` of [rows, d]."""

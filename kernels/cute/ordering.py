@@ -23,17 +23,15 @@ def ptx(text: str, constraints: str, operands: list[Any], *, result: Any = None,
 
 
 @dsl_user_op
-def complete(value: Float32 | Int32, *, loc: Any = None, ip: Any = None) -> None:
+def complete(value: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Everything that ``value`` ≥ 0 depends on is issued before what follows.
 
     The assembler likes to move a wait for a matrix product up, in front of independent arithmetic, which then no longer
     runs beside the product. An arrival that is never made but depends on the arithmetic keeps it in place.
     """
-    kind, zero, register = ("f32", "0f00000000", "f") if isinstance(value, Float32) else ("s32", "0", "r")
-    negative = f"setp.lt.{kind} p, $0, {zero};"
-    arrive = "@p mbarrier.arrive.shared.b64 t, [a];"
-    text = "{.reg .pred p; .reg .b64 t; .reg .b32 a; mov.b32 a, 0; " + f"{negative} {arrive}" + "}"
-    ptx(text, register, [value.ir_value(loc=loc, ip=ip)], loc=loc, ip=ip)
+    arrive = "setp.lt.s32 p, $0, 0; @p mbarrier.arrive.shared.b64 t, [a];"
+    text = "{.reg .pred p; .reg .b64 t; .reg .b32 a; mov.b32 a, 0; " + arrive + "}"
+    ptx(text, "r", [value.ir_value(loc=loc, ip=ip)], loc=loc, ip=ip)
 
 
 @dsl_user_op
