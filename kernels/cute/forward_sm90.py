@@ -49,6 +49,9 @@ PLACES = 3
 ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
 """What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
 
+LAG = 1
+"""The hardware barrier that the second computing warpgroup begins at. 0 is that of all threads."""
+
 MASK_WARPS = 2
 """Each for the rows of one computing warpgroup."""
 
@@ -62,13 +65,18 @@ class ForwardConfig:
 
     Attributes:
         head_dim: 64 or 128.
-        stages: key and value tiles in flight.
+        k_stages: key tiles in flight.
+        v_stages: value tiles in flight.
+        lag: whether the second computing warpgroup begins a tile later than the first, so that one of them feeds the
+            tensor cores while the other writes its output.
         load_registers: of each thread of the loading warpgroup.
         math_registers: of each thread of the computing warpgroups.
     """
 
     head_dim: int
-    stages: int
+    k_stages: int
+    v_stages: int
+    lag: bool = True
     load_registers: int = 24
     math_registers: int = 240
 
@@ -79,7 +87,7 @@ class ForwardConfig:
             raise ValueError("registers: a multiprocessor has 64 Ki, 512 for three threads of the warpgroups")
 
 
-CONFIGS = {64: ForwardConfig(64, stages=4), 128: ForwardConfig(128, stages=2)}
+CONFIGS = {64: ForwardConfig(64, k_stages=4, v_stages=4), 128: ForwardConfig(128, k_stages=3, v_stages=2)}
 
 
 class Carried(NamedTuple):
@@ -91,8 +99,8 @@ class Carried(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Views of shared memory. ``bits`` holds the predicate of the key tile of the same stage, ``unit`` the last units'
-    fields, in turn."""
+    """Views of shared memory. ``bits`` holds the predicate of a partial tile, ``unit`` the fields of the last units, in
+    turn."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -108,16 +116,13 @@ class Pipes(NamedTuple):
     ``unit``: the dealing warp waits until the computing and the mask warps have done with a unit, then puts another in
     its place; the loading and the mask warps wait for that. A unit without tiles says stop.
     ``q``, ``k``, ``v``: the loading warp waits until all eight computing warps have released a stage, then fills it;
-    they wait until its bytes have arrived. A key stage is released when its scores are complete *and* its predicate
-    has been read, a query tile when it has been read into registers. Every unit comes with its query tile, except the
-    one that says stop. For the two mask warps, which wait and arrive like the loading warp if a key tile is partial,
-    that arrives itself if the tile is full.
-    ``begun``: the mask warps wait until the loading warp has begun a unit with partial tiles. Else they could be two
-    turns of a stage ahead, and a barrier only tells turns apart that follow one another.
+    they wait until its bytes have arrived. A key stage is released when its scores are complete, a query tile when it
+    has been read into registers. Every unit comes with its query tile, except the one that says stop.
+    ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
     """
 
     unit: pipeline.PipelineAsync
-    begun: pipeline.PipelineAsync
+    bits: pipeline.PipelineAsync
     q: fa_pipeline.PipelineTmaAsync
     k: fa_pipeline.PipelineTmaAsync
     v: fa_pipeline.PipelineTmaAsync
@@ -153,14 +158,16 @@ class ForwardSm90:
             ctas: thread blocks, at most one per multiprocessor.
         """
         tile = (BLOCK, self.head_dim)
-        stages = self.config.stages
+        k_stages, v_stages = self.config.k_stages, self.config.v_stages
         layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile)
-        layout_kv = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile, stages)
+        layout_k, layout_v = (
+            sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile, n) for n in (k_stages, v_stages)
+        )
         layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, (STRIP, self.head_dim), BLOCK // STRIP)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        stage = cute.select(layout_kv, mode=[0, 1])
+        stage = cute.select(layout_k, mode=[0, 1])
         atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, tile)
         atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, tile)
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, tile)
@@ -171,21 +178,23 @@ class ForwardSm90:
         mma_pv = sm90_utils.make_tiled_mma(self.dtype, "K", "MN", self.head_dim, "RS", atom_layout_mnk=(2, 1, 1))
 
         tile_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
-        kv_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_kv)], 1024]
+        k_struct, v_struct = (
+            cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x)], 1024] for x in (layout_k, layout_v)
+        )
 
         @cute.struct
         class Storage:
             unit_bars: cute.struct.MemRange[Int64, 2 * PLACES]
-            begun_bars: cute.struct.MemRange[Int64, 2 * PLACES]
+            bits_bars: cute.struct.MemRange[Int64, 2]
             q_bars: cute.struct.MemRange[Int64, 2]
-            k_bars: cute.struct.MemRange[Int64, 2 * stages]
-            v_bars: cute.struct.MemRange[Int64, 2 * stages]
+            k_bars: cute.struct.MemRange[Int64, 2 * k_stages]
+            v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
-            bits: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * BLOCK * stages], 128]
+            bits: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * BLOCK], 128]
             q: tile_struct
             out: tile_struct
-            k: kv_struct
-            v: kv_struct
+            k: k_struct
+            v: v_struct
 
         self.kernel(
             (tma_q, tma_k, tma_v, tma_o),
@@ -196,7 +205,7 @@ class ForwardSm90:
             lists,
             counter,
             scale_log2,
-            (layout_q, layout_kv, layout_o),
+            (layout_q, layout_k, layout_v, layout_o),
             (mma_qk, mma_pv),
             Storage,
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -206,7 +215,7 @@ class ForwardSm90:
         self, tmas, atoms, mO, mLSE, carried, lists, counter, scale_log2, layouts, mmas, Storage: cutlass.Constexpr
     ):
         """One thread block: a dealing warp, a loading warp and two computing warpgroups."""
-        layout_q, layout_kv, layout_o = layouts
+        layout_q, layout_k, layout_v, layout_o = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in atoms:
@@ -214,33 +223,39 @@ class ForwardSm90:
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         shared = Shared(
             storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
-            storage.k.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
-            storage.v.get_tensor(layout_kv.outer, swizzle=layout_kv.inner),
+            storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
+            storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
             storage.out.get_tensor(layout_o.outer, swizzle=layout_o.inner),
-            storage.bits.get_tensor(cute.make_layout((4, BLOCK, self.config.stages))),
+            storage.bits.get_tensor(cute.make_layout((4, BLOCK))),
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
         )
-        warps = [pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, 1 + MASK_WARPS, 8, 8 + MASK_WARPS)]
-        tile_bytes = cute.size_in_bytes(self.dtype, layout_q)
-        pipe = partial(
-            fa_pipeline.PipelineTmaAsync.create,
-            consumer_group=warps[2],
-            tx_count=tile_bytes,
-            defer_sync=True,
+        one, masking_warps, computing_warps, both = (
+            pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, MASK_WARPS, 8, 8 + MASK_WARPS)
         )
-        units = partial(
-            pipeline.PipelineAsync.create,
-            num_stages=PLACES,
-            producer_group=warps[0],
-            consumer_group=warps[3],
+        words = partial(pipeline.PipelineAsync.create, defer_sync=True)
+        tiles = partial(
+            fa_pipeline.PipelineTmaAsync.create,
+            producer_group=one,
+            consumer_group=computing_warps,
+            tx_count=cute.size_in_bytes(self.dtype, layout_q),
             defer_sync=True,
         )
         pipes = Pipes(
-            units(barrier_storage=storage.unit_bars.data_ptr()),
-            units(barrier_storage=storage.begun_bars.data_ptr()),
-            pipe(producer_group=warps[0], barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
-            pipe(producer_group=warps[1], barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.stages),
-            pipe(producer_group=warps[0], barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.stages),
+            words(
+                barrier_storage=storage.unit_bars.data_ptr(),
+                num_stages=PLACES,
+                producer_group=one,
+                consumer_group=both,
+            ),
+            words(
+                barrier_storage=storage.bits_bars.data_ptr(),
+                num_stages=1,
+                producer_group=masking_warps,
+                consumer_group=computing_warps,
+            ),
+            tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
+            tiles(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.k_stages),
+            tiles(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.v_stages),
         )
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(1, 1))
@@ -296,8 +311,8 @@ class ForwardSm90:
         """Per unit: its query tile, then for each key tile its keys, one tile ahead of its values."""
         unit_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
+        k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.k_stages)
+        v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.v_stages)
         row, first_part, parts, first_run, runs, head, kv_head = self.await_unit(shared, pipes, unit_state)
         lane_row = self.parts_from(lists.parts, first_part, parts, 0)
         run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
@@ -305,8 +320,6 @@ class ForwardSm90:
             tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, kv_head] for t in tmas[1:3])
             load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
             load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
-            with cute.arch.elect_one():
-                pipes.begun.producer_commit(unit_state)
             pipes.q.producer_acquire(q_state)
             q_fn, _, _ = copy_utils.tma_get_copy_fn(
                 atoms[0], 0, cute.make_layout(1), self.tile_at(tma_q, row), shared.q, single_stage=True
@@ -329,8 +342,6 @@ class ForwardSm90:
                 for i in cutlass.range(run_tiles, unroll=1):
                     key_row = run_row + BLOCK * i
                     pipes.k.producer_acquire(k_state)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(pipes.k.producer_get_barrier(k_state), arrive_count=MASK_WARPS)
                     load_k(key_row, k_state)
                     k_state.advance()
                     v_state = self.load_values(load_v, pipes.v, previous, v_state)
@@ -345,7 +356,7 @@ class ForwardSm90:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
         # A thread block must not end before the last arrivals at its barriers.
-        for _ in cutlass.range_constexpr(self.config.stages):
+        for _ in cutlass.range_constexpr(self.config.v_stages):
             pipes.v.sync_object_empty.wait(v_state.index, v_state.phase)
             v_state.advance()
 
@@ -403,8 +414,8 @@ class ForwardSm90:
     def mask(self, shared, pipes, lists, half):
         """Write the bits of a ``half`` of the rows of each partial tile."""
         unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
-        lane, stages = cute.arch.lane_idx(), self.config.stages
-        tile = Int32(0)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        rows = [64 * half + cute.arch.lane_idx() + 32 * k for k in range(2)]
         pipes.unit.consumer_wait(unit)
         first, parts, full = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL))
         while parts + full > 0:
@@ -413,19 +424,14 @@ class ForwardSm90:
                 if i % 32 == 0:
                     lane_slot = self.parts_from(lists.parts, first + i, parts - i, 1)
                 slot = cute.arch.shuffle_sync(lane_slot, i % 32)
-                rows = [64 * half + lane + 32 * k for k in range(2)]
                 bits = [masking.row_bits(lists.ranges, lists.bits, slot, row) for row in rows]
-                stage = (tile + i) % stages
-                if i == 0:
-                    pipes.begun.consumer_wait(unit)
-                pipes.k.sync_object_empty.wait(stage, (tile + i) // stages % 2 ^ 1)
+                pipes.bits.producer_acquire(state)
                 for k in cutlass.range_constexpr(2):
-                    cute.autovec_copy(bits[k], shared.bits[None, rows[k], stage])
+                    cute.autovec_copy(bits[k], shared.bits[None, rows[k]])
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(pipes.k.sync_object_full.get_barrier(stage))
-            tile += parts + full
-            cute.arch.sync_warp()
+                    pipes.bits.producer_commit(state)
+                state.advance()
             release(pipes.unit, unit)
             unit.advance()
             pipes.unit.consumer_wait(unit)
@@ -465,82 +471,100 @@ class ForwardSm90:
         weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
         step = partial(self.step, scores, weigh, tools, acc_S)
 
-        unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
-        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
+        state_of = partial(pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer)
+        unit, bits, q_state = state_of(PLACES), state_of(1), state_of(1)
+        k_state, v_state = state_of(self.config.k_stages), state_of(self.config.v_stages)
+        if const_expr(self.config.lag) and group == 1:
+            cute.arch.barrier(barrier_id=LAG, number_of_threads=2 * WARPGROUP)
+        leads = group == 0
         pipes.q.consumer_wait(q_state)
         q_state = self.take_query(tools, q_state)
-        pipes.k.consumer_wait(kv_state)
-        scores(acc_S, B_idx=kv_state.index, wg_wait=0)
+        pipes.k.consumer_wait(k_state)
+        scores(acc_S, B_idx=k_state.index, wg_wait=0)
         begun = self.take_state(tools, carried, unit.index)
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
+            release(pipes.k, k_state)
+            k_state.advance()
             if parts > 0:
-                masking.apply(acc_S, masking.own_bits(shared.bits[None, None, kv_state.index], thread))
-            release(pipes.k, kv_state)
+                words, bits = self.take_bits(tools, bits)
+                masking.apply(acc_S, words)
             softmax.lead(acc_S)
             softmax.weigh(acc_S)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
             rescale(acc_O, softmax.decay)
+            if const_expr(self.config.lag):
+                if leads:
+                    cute.arch.barrier_arrive(barrier_id=LAG, number_of_threads=2 * WARPGROUP)
+                leads = Boolean(False)
             for _ in cutlass.range(parts - 1, unroll=1):
-                kv_state = step(kv_state, begun, masked=True)
+                k_state, v_state, bits = step(k_state, v_state, bits, begun, masked=True)
                 begun = Boolean(True)
             for _ in cutlass.range(full - (1 if parts == 0 else 0), unroll=1):
-                kv_state = step(kv_state, begun, masked=False)
+                k_state, v_state, bits = step(k_state, v_state, bits, begun, masked=False)
                 begun = Boolean(True)
 
-            values = kv_state.clone()
-            kv_state.advance()
             pipes.q.consumer_wait(q_state)
             q_state = self.take_query(tools, q_state)
-            pipes.v.consumer_wait(values)
-            weigh(values.index, begun)
+            pipes.v.consumer_wait(v_state)
+            weigh(v_state.index, begun)
             self.leave_statistics(tools, carried, mLSE, unit.index)
             done = unit.clone()
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
             if parts + full > 0:
-                pipes.k.consumer_wait(kv_state)
-                scores(acc_S, B_idx=kv_state.index, wg_wait=-1)
+                pipes.k.consumer_wait(k_state)
+                scores(acc_S, B_idx=k_state.index, wg_wait=-1)
                 warpgroup.wait_group(1)
-                release(pipes.v, values)
+                release(pipes.v, v_state)
                 self.leave_accumulator(tools, carried, output, done.index)
                 begun = self.take_state(tools, carried, unit.index)
                 warpgroup.wait_group(0)
             else:
                 warpgroup.wait_group(0)
-                release(pipes.v, values)
+                release(pipes.v, v_state)
                 self.leave_accumulator(tools, carried, output, done.index)
+            v_state.advance()
             cute.arch.sync_warp()
             release(pipes.unit, done)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(self, scores, weigh, tools, acc_S, state, begun, masked: cutlass.Constexpr):
+    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, begun, masked: cutlass.Constexpr):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
         if it has not ``begun``."""
-        pipes, shared = tools.pipes, tools.shared
-        values = state.clone()
-        state.advance()
-        pipes.k.consumer_wait(state, pipes.k.consumer_try_wait(state))
-        scores(acc_S, B_idx=state.index, wg_wait=-1)
-        pipes.v.consumer_wait(values, pipes.v.consumer_try_wait(values))
-        weigh(values.index, begun)
+        pipes = tools.pipes
+        pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
+        scores(acc_S, B_idx=k_state.index, wg_wait=-1)
+        pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
+        weigh(v_state.index, begun)
         if const_expr(masked):
-            bits = masking.own_bits(shared.bits[None, None, state.index], tools.thread)
+            words, bits = self.take_bits(tools, bits)
         warpgroup.wait_group(1)
-        release(pipes.k, state)
+        release(pipes.k, k_state)
+        k_state.advance()
         if const_expr(masked):
-            masking.apply(acc_S, bits)
+            masking.apply(acc_S, words)
         tools.softmax.lead(acc_S)
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
         # one after the other as they are computed.
         warpgroup.wait_group(0)
-        release(pipes.v, values)
+        release(pipes.v, v_state)
+        v_state.advance()
         tools.softmax.weigh(acc_S)
         fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
         rescale(tools.acc_O, tools.softmax.decay)
-        return state
+        return k_state, v_state, bits
+
+    @cute.jit
+    def take_bits(self, tools, state):
+        """The bits of this thread's two rows of a partial tile."""
+        tools.pipes.bits.consumer_wait(state)
+        words = masking.own_bits(tools.shared.bits, tools.thread)
+        cute.arch.sync_warp()
+        release(tools.pipes.bits, state)
+        state.advance()
+        return words, state
 
     @cute.jit
     def take_query(self, tools, state):
