@@ -265,7 +265,7 @@ class ForwardSm90:
             if warp == 0:
                 self.load(tmas, atoms, shared, pipes, lists)
             if warp == 1:
-                self.deal(shared, pipes, lists, counter, tmas[0].shape[2], tmas[1].shape[2])
+                self.deal(tmas, atoms, shared, pipes, lists, counter)
             if warp >= 2:
                 self.mask(shared, pipes, lists, warp - 2)
         else:
@@ -275,24 +275,34 @@ class ForwardSm90:
     # The dealing warp
 
     @cute.jit
-    def deal(self, shared, pipes, lists, counter, heads, kv_heads):
-        """Fetch units and write them down, until there are none left."""
-        lane = cute.arch.lane_idx()
+    def deal(self, tmas, atoms, shared, pipes, lists, counter):
+        """Fetch units, write them down and load their query tiles, until there are none left."""
+        lane, heads, kv_heads = cute.arch.lane_idx(), tmas[0].shape[2], tmas[1].shape[2]
         group = heads // kv_heads
         units = lists.items.shape[0] * heads
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
             item, kv_head, member = unit_at(lists, number, kv_heads, group)
             field = Int32(0)
             if lane < HEAD:
                 field = lists.items[item, lane]
-            field = kv_head * group + member if lane == HEAD else field
+            head = kv_head * group + member
+            field = head if lane == HEAD else field
             field = kv_head if lane == KV_HEAD else field
             self.write_unit(shared, pipes, state, field)
             state.advance()
+            pipes.q.producer_acquire(q_state)
+            tile = self.tile_at(tmas[0][None, None, head], cute.arch.shuffle_sync(field, ROW))
+            load, _, _ = copy_utils.tma_get_copy_fn(atoms[0], 0, cute.make_layout(1), tile, shared.q, single_stage=True)
+            load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+            q_state.advance()
             number = fetch(counter, units)
         self.write_unit(shared, pipes, state, Int32(0))
+        pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
 
     @cute.jit
     def write_unit(self, shared, pipes, state, field):
@@ -308,25 +318,17 @@ class ForwardSm90:
 
     @cute.jit
     def load(self, tmas, atoms, shared, pipes, lists):
-        """Per unit: its query tile, then for each key tile its keys, one tile ahead of its values."""
+        """For each key tile its keys, one tile ahead of its values."""
         unit_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
-        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.k_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.v_stages)
-        row, first_part, parts, first_run, runs, head, kv_head = self.await_unit(shared, pipes, unit_state)
+        first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
         lane_row = self.parts_from(lists.parts, first_part, parts, 0)
         run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
-            tma_q, tma_k, tma_v = tmas[0][None, None, head], *(t[None, None, kv_head] for t in tmas[1:3])
+            tma_k, tma_v = (t[None, None, kv_head] for t in tmas[1:3])
             load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
             load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
-            pipes.q.producer_acquire(q_state)
-            q_fn, _, _ = copy_utils.tma_get_copy_fn(
-                atoms[0], 0, cute.make_layout(1), self.tile_at(tma_q, row), shared.q, single_stage=True
-            )
-            q_fn(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
-            q_state.advance()
-
             previous = Int32(-1)
             for i in cutlass.range(parts, unroll=1):
                 if i > 0 and i % 32 == 0:
@@ -348,13 +350,10 @@ class ForwardSm90:
                     previous = key_row
                 run_row, run_tiles = next_row, next_tiles
             unit_state.advance()
-            row, first_part, parts, first_run, runs, head, kv_head = self.await_unit(shared, pipes, unit_state)
+            first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
             lane_row = self.parts_from(lists.parts, first_part, parts, 0)
             run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
             v_state = self.load_values(load_v, pipes.v, previous, v_state)
-        pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
         # A thread block must not end before the last arrivals at its barriers.
         for _ in cutlass.range_constexpr(self.config.v_stages):
             pipes.v.sync_object_empty.wait(v_state.index, v_state.phase)
@@ -362,9 +361,9 @@ class ForwardSm90:
 
     @cute.jit
     def await_unit(self, shared, pipes, state):
-        """Of the next unit: query row, first and number of partial tiles and of runs, query and key/value head."""
+        """Of the next unit: first and number of partial tiles and of runs, and the key/value head."""
         pipes.unit.consumer_wait(state)
-        fields = (ROW, FIRST_PART, PARTS, FIRST_RUN, RUNS, HEAD, KV_HEAD)
+        fields = (FIRST_PART, PARTS, FIRST_RUN, RUNS, KV_HEAD)
         return tuple(shared.unit[field, state.index] for field in fields)
 
     @cute.jit
