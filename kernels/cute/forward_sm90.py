@@ -487,8 +487,8 @@ class ForwardSm90:
             if parts + full == 1:
                 q_state = self.take_query(tools, q_state)
             if parts > 0:
-                words, bits = self.take_bits(tools, bits)
-                masking.apply(acc_S, words)
+                own, seen, bits = self.take_bits(tools, bits)
+                masking.apply(acc_S, own, seen)
             softmax.lead(acc_S)
             softmax.weigh(acc_S)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
@@ -542,14 +542,14 @@ class ForwardSm90:
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
-            words, bits = self.take_bits(tools, bits)
+            own, seen, bits = self.take_bits(tools, bits)
         warpgroup.wait_group(1)
         release(pipes.k, k_state)
         k_state.advance()
         if last:
             q_state = self.take_query(tools, q_state)
         if const_expr(masked):
-            masking.apply(acc_S, words)
+            masking.apply(acc_S, own, seen)
         tools.softmax.lead(acc_S)
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
         # one after the other as they are computed.
@@ -565,11 +565,11 @@ class ForwardSm90:
     def take_bits(self, tools, state):
         """The bits of this thread's two rows of a partial tile."""
         tools.pipes.bits.consumer_wait(state)
-        words = masking.own_bits(tools.shared.bits, tools.thread)
+        own, seen = masking.own_bits(tools.shared.bits, tools.thread)
         cute.arch.sync_warp()
         release(tools.pipes.bits, state)
         state.advance()
-        return words, state
+        return own, seen, state
 
     @cute.jit
     def take_query(self, tools, state):

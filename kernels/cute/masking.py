@@ -60,19 +60,24 @@ def row_of(thread: Int32) -> Int32:
 
 
 @cute.jit
-def own_bits(bits: cute.Tensor, thread: Int32) -> cute.Tensor:
-    """The bits of a computing thread's two rows, of a stage [4, 128]."""
-    answer = cute.make_rmem_tensor(2, Uint32)
+def own_bits(bits: cute.Tensor, thread: Int32) -> tuple[cute.Tensor, Uint32]:
+    """The bits of a computing thread's two rows, of a stage [4, 128], and those that are set in all rows of its warp."""
+    own = cute.make_rmem_tensor(2, Uint32)
     for r in cutlass.range_constexpr(2):
-        answer[r] = bits[thread % 4, row_of(thread) + 8 * r]
-    return answer
+        own[r] = bits[thread % 4, row_of(thread) + 8 * r]
+    return own, cute.arch.warp_redux_sync(own[0] & own[1], "and")
 
 
 @cute.jit
-def apply(scores: cute.Tensor, words: cute.Tensor):
-    """Set what the bits of a thread's two rows leave out to −inf."""
+def apply(scores: cute.Tensor, own: cute.Tensor, seen: Uint32):
+    """Set what the bits of a thread's two rows leave out to −inf.
+
+    Most partial tiles are an edge that crosses a warp's sixteen rows in one or two quarters of the columns: a quarter
+    that all lanes have ``seen`` whole stays as it is.
+    """
     grid = layout_utils.reshape_acc_to_mn(scores)
-    for r in cutlass.range_constexpr(2):
-        word = words[r]
-        for c in cutlass.range_constexpr(32):
-            grid[r, c] = grid[r, c] if cutlass.Boolean(word & (Uint32(1) << c)) else -Float32.inf
+    for quarter in cutlass.range_constexpr(4):
+        if ~seen & (Uint32(255) << 8 * quarter) != 0:
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(8 * quarter, 8 * quarter + 8):
+                    grid[r, c] = grid[r, c] if cutlass.Boolean(own[r] & (Uint32(1) << c)) else -Float32.inf
