@@ -476,6 +476,7 @@ class ForwardSm90:
         if const_expr(self.config.lag) and group == 1:
             cute.arch.barrier(barrier_id=LAG, number_of_threads=2 * WARPGROUP)
         leads = group == 0
+        pipes.q.consumer_wait(q_state)
         q_state = self.take_query(tools, q_state)
         pipes.k.consumer_wait(k_state)
         scores(acc_S, B_idx=k_state.index, wg_wait=0)
@@ -484,8 +485,6 @@ class ForwardSm90:
         while parts + full > 0:
             release(pipes.k, k_state)
             k_state.advance()
-            if parts + full == 1:
-                q_state = self.take_query(tools, q_state)
             if parts > 0:
                 own, seen, bits = self.take_bits(tools, bits)
                 masking.apply(acc_S, own, seen)
@@ -497,16 +496,15 @@ class ForwardSm90:
                 if leads:
                     cute.arch.barrier_arrive(barrier_id=LAG, number_of_threads=2 * WARPGROUP)
                 leads = Boolean(False)
-            left = parts + full - 1
             for _ in cutlass.range(parts - 1, unroll=1):
-                left -= 1
-                k_state, v_state, bits, q_state = step(k_state, v_state, bits, q_state, begun, left == 0, masked=True)
+                k_state, v_state, bits = step(k_state, v_state, bits, begun, masked=True)
                 begun = Boolean(True)
-            for _ in cutlass.range(left, unroll=1):
-                left -= 1
-                k_state, v_state, bits, q_state = step(k_state, v_state, bits, q_state, begun, left == 0, masked=False)
+            for _ in cutlass.range(full - (1 if parts == 0 else 0), unroll=1):
+                k_state, v_state, bits = step(k_state, v_state, bits, begun, masked=False)
                 begun = Boolean(True)
 
+            pipes.q.consumer_wait(q_state)
+            q_state = self.take_query(tools, q_state)
             pipes.v.consumer_wait(v_state)
             weigh(v_state.index, begun)
             self.leave_statistics(tools, carried, mLSE, unit.index)
@@ -531,11 +529,9 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(
-        self, scores, weigh, tools, acc_S, k_state, v_state, bits, q_state, begun, last, masked: cutlass.Constexpr
-    ):
+    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, begun, masked: cutlass.Constexpr):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
-        if it has not ``begun``. With the ``last`` scores of a unit the query tile of the next is taken."""
+        if it has not ``begun``."""
         pipes = tools.pipes
         pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
         scores(acc_S, B_idx=k_state.index, wg_wait=-1)
@@ -546,8 +542,6 @@ class ForwardSm90:
         warpgroup.wait_group(1)
         release(pipes.k, k_state)
         k_state.advance()
-        if last:
-            q_state = self.take_query(tools, q_state)
         if const_expr(masked):
             masking.apply(acc_S, own, seen)
         tools.softmax.lead(acc_S)
@@ -559,7 +553,7 @@ class ForwardSm90:
         tools.softmax.weigh(acc_S)
         fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
         rescale(tools.acc_O, tools.softmax.decay)
-        return k_state, v_state, bits, q_state
+        return k_state, v_state, bits
 
     @cute.jit
     def take_bits(self, tools, state):
@@ -575,7 +569,6 @@ class ForwardSm90:
     def take_query(self, tools, state):
         """The query tile, from shared memory to registers: its stage is free for the next item at once."""
         copy = tools.q_copy
-        tools.pipes.q.consumer_wait(state)
         cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.shared.q), copy.retile(tools.fragment_q))
         cute.arch.sync_warp()
         release(tools.pipes.q, state)
