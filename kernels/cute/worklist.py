@@ -3,9 +3,9 @@
 The kernels know blocks by the rows that they hold, and walk an outer block's partial tiles, then its runs of full
 tiles. Block tiles and dense varlen sequences lower to the same lists, so one kernel computes both.
 
-The order keeps the L2 cache warm and the end of a launch short: outer blocks that read the same inner rows, as those of
-one sample do, make a section and are computed together, first the sections with the longest outer blocks and in each
-section the longest first.
+The order keeps the L2 cache warm and the end of a launch short: successive outer blocks that read much the same inner
+rows, as those of one sample do, make a section and are computed together, first the sections with the longest outer
+blocks and in each section the longest first.
 """
 
 from __future__ import annotations
@@ -102,15 +102,12 @@ class _Side(NamedTuple):
         outer: [blocks, 2], first row and rows of the outer blocks.
         inner: the same of the inner blocks.
         touch: of the outer blocks.
-        sign: sections are outer blocks with the same first (1) or last (−1) inner block: causal queries of one sample
-            have their first keys in common, its keys their last queries.
     """
 
     tiles: TileList
     outer: Tensor
     inner: Tensor
     touch: Tensor
-    sign: int
 
 
 def _sides(tiles: Tiles) -> tuple[_Side, _Side]:
@@ -118,8 +115,8 @@ def _sides(tiles: Tiles) -> tuple[_Side, _Side]:
     queries = torch.stack([first, (tiles.query_rows - first).clamp(max=BLOCK)], 1)
     keys = torch.stack([tiles.key_row, tiles.key_len], 1)
     return (
-        _Side(tiles.by_query, queries, keys, tiles.touch, 1),
-        _Side(tiles.by_key, keys, queries, torch.zeros_like(tiles.key_row), -1),
+        _Side(tiles.by_query, queries, keys, tiles.touch),
+        _Side(tiles.by_key, keys, queries, torch.zeros_like(tiles.key_row)),
     )
 
 
@@ -150,14 +147,12 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
     run_ptr = torch.searchsorted(run_owner, torch.arange(len(outer) + 1, device=device))
     counts = torch.cat(part_counts).long()
     chosen = inner[parts[:, 0] + spread(before[:-1], [len(x.parts) for x in lists])].long()
-    sign = spread([side.sign for side in sides], [x.outer for x in lists])
-    first_rows, last_rows = (
+    section = _sections(
+        torch.cat([run_owner, part_owner]),
         torch.cat([row, chosen[:, 0]]),
-        torch.cat([row + BLOCK * (blocks - 1), chosen[:, 0]]),
+        torch.cat([row + BLOCK * blocks, chosen[:, 0] + BLOCK]),
+        len(outer),
     )
-    owner = torch.cat([run_owner, part_owner])
-    section = torch.zeros(len(outer), dtype=torch.int64, device=device)
-    section.scatter_reduce_(0, owner, torch.where(sign[owner] > 0, first_rows, -last_rows), "amin", include_self=False)
     columns = (
         *(outer[:, 0], outer[:, 1]),
         *(counts.cumsum(0) - counts, counts),
@@ -171,6 +166,27 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
         WorkList(*items, resolved, ran, _dense(x.ranges), _dense(x.bits))
         for items, x in zip(arranged, lists, strict=True)
     ]
+
+
+def _sections(owner: Tensor, first: Tensor, last: Tensor, blocks: int) -> Tensor:
+    """A number for each outer block, the same for successive ones whose inner rows, from the first to the last, have at
+    least half of the longer stretch in common.
+
+    Args:
+        owner: the outer block of each run or partial tile.
+        first: its first inner row.
+        last: one past its last inner row, whole blocks.
+        blocks: outer blocks, some of which may have no tiles.
+    """
+    low, high, section = (torch.zeros(blocks, dtype=torch.int64, device=owner.device) for _ in range(3))
+    low.scatter_reduce_(0, owner, first, "amin", include_self=False)
+    high.scatter_reduce_(0, owner, last, "amax", include_self=False)
+    (some,) = (low < high).nonzero(as_tuple=True)
+    low, high = low[some], high[some]
+    common = high[1:].minimum(high[:-1]) - low[1:].maximum(low[:-1])
+    longer = (high - low)[1:].maximum((high - low)[:-1])
+    section[some[1:]] = (2 * common < longer).cumsum(0)
+    return section
 
 
 def _dense(table: Tensor) -> Tensor:
