@@ -489,9 +489,8 @@ class ForwardSm90:
                 own, seen, bits = self.take_bits(tools, bits)
                 masking.apply(acc_S, own, seen)
             softmax.lead(acc_S)
-            softmax.weigh(acc_S)
+            softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
-            rescale(acc_O, softmax.decay)
             if const_expr(self.config.lag):
                 if leads:
                     cute.arch.barrier_arrive(barrier_id=LAG, number_of_threads=2 * WARPGROUP)
@@ -550,9 +549,8 @@ class ForwardSm90:
         warpgroup.wait_group(0)
         release(pipes.v, v_state)
         v_state.advance()
-        tools.softmax.weigh(acc_S)
+        tools.softmax.weigh(acc_S, tools.acc_O)
         fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
-        rescale(tools.acc_O, tools.softmax.decay)
         return k_state, v_state, bits
 
     @cute.jit

@@ -61,7 +61,7 @@ def row_of(thread: Int32) -> Int32:
 
 @cute.jit
 def own_bits(bits: cute.Tensor, thread: Int32) -> tuple[cute.Tensor, Uint32]:
-    """The bits of a computing thread's two rows, of a stage [4, 128], and those that are set in all rows of its warp."""
+    """The bits of a computing thread's two rows, of a stage [4, 128], and those set in all rows of its warp."""
     own = cute.make_rmem_tensor(2, Uint32)
     for r in cutlass.range_constexpr(2):
         own[r] = bits[thread % 4, row_of(thread) + 8 * r]

@@ -69,11 +69,14 @@ class OnlineSoftmax(ParamsBase):
             m[r] = lead
 
     @cute.jit
-    def weigh(self, scores: cute.Tensor) -> None:
-        """Turn the tile of the last `lead` into weights, and add them to ``l``."""
+    def weigh(self, scores: cute.Tensor, accumulator: cute.Tensor) -> None:
+        """Turn the tile of the last `lead` into weights, add them to ``l``, and multiply the rows of an accumulator by
+        ``decay``: multiplications are free beside exponentials, which leave seven of eight issue slots."""
         scale, m, l, decay = self.scale, self.m, self.l, self.decay  # noqa: E741
         grid = layout_utils.reshape_acc_to_mn(scores)
         columns = const_expr(cute.size(grid, mode=[1]))
+        sums_of_values = layout_utils.reshape_acc_to_mn(accumulator)
+        stride = const_expr(columns // cute.size(sums_of_values, mode=[1]))
         reference = [finite(m[r]) * scale for r in range(2)]
         sums = cute.make_rmem_tensor((2, _CHAINS), Float32)
         for c in cutlass.range_constexpr(columns):
@@ -83,6 +86,8 @@ class OnlineSoftmax(ParamsBase):
                     sums[r, c] = grid[r, c]
                 else:
                     sums[r, c % _CHAINS] += grid[r, c]
+                if const_expr(c % stride == 0):
+                    sums_of_values[r, c // stride] *= decay[r]
         for r in cutlass.range_constexpr(2):
             l[r] = l[r] * decay[r] + ((sums[r, 0] + sums[r, 1]) + (sums[r, 2] + sums[r, 3]))
 
