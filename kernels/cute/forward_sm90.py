@@ -32,7 +32,7 @@ from torch import Tensor
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
-from marble.kernels.cute.ordering import afresh, store_if
+from marble.kernels.cute.ordering import afresh, settle, store_if
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, WorkList
@@ -544,6 +544,7 @@ class ForwardSm90:
         if const_expr(masked):
             masking.apply(acc_S, own, seen)
         tools.softmax.lead(acc_S)
+        settle([tools.softmax.m[r] for r in range(2)])
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
         # one after the other as they are computed.
         warpgroup.wait_group(0)

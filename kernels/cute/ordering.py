@@ -47,3 +47,14 @@ def store_if(wanted: Int32, pointer: Any, value: Float32, *, loc: Any = None, ip
     operands = [Int32(wanted).ir_value(loc=loc, ip=ip), pointer.toint(loc=loc, ip=ip).ir_value(), value.ir_value()]
     text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.f32 [$1], $2;}"
     ptx(text, "r,l,f", operands, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def settle(values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
+    """`complete` for floats. The arrival is for a bit pattern in all of them that no arithmetic gives."""
+    names = [f"b{i}" for i in range(len(values))]
+    text = "{.reg .pred p; .reg .b64 t; .reg .b32 a, " + ", ".join(names) + "; mov.b32 a, 0; "
+    text += " ".join(f"mov.b32 {name}, ${i};" for i, name in enumerate(names))
+    text += " ".join(f" and.b32 b0, b0, {name};" for name in names[1:])
+    text += " setp.eq.s32 p, b0, -1; @p mbarrier.arrive.shared.b64 t, [a];}"
+    ptx(text, ",".join("f" * len(values)), [Float32(x).ir_value(loc=loc, ip=ip) for x in values], loc=loc, ip=ip)
