@@ -76,8 +76,6 @@ def apply(scores: cute.Tensor, own: cute.Tensor, seen: Uint32):
     that all lanes have ``seen`` whole stays as it is.
     """
     grid = layout_utils.reshape_acc_to_mn(scores)
-    for quarter in cutlass.range_constexpr(4):
-        if ~seen & (Uint32(255) << 8 * quarter) != 0:
-            for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(8 * quarter, 8 * quarter + 8):
-                    grid[r, c] = grid[r, c] if cutlass.Boolean(own[r] & (Uint32(1) << c)) else -Float32.inf
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(32):
+            grid[r, c] = grid[r, c] if cutlass.Boolean(own[r] & (Uint32(1) << c)) else -Float32.inf
