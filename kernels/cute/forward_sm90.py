@@ -486,8 +486,8 @@ class ForwardSm90:
             release(pipes.k, k_state)
             k_state.advance()
             if parts > 0:
-                own, seen, bits = self.take_bits(tools, bits)
-                masking.apply(acc_S, own, seen)
+                own, bits = self.take_bits(tools, bits)
+                masking.apply(acc_S, own)
             softmax.lead(acc_S)
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
@@ -537,12 +537,12 @@ class ForwardSm90:
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
-            own, seen, bits = self.take_bits(tools, bits)
+            own, bits = self.take_bits(tools, bits)
         warpgroup.wait_group(1)
         release(pipes.k, k_state)
         k_state.advance()
         if const_expr(masked):
-            masking.apply(acc_S, own, seen)
+            masking.apply(acc_S, own)
         tools.softmax.lead(acc_S)
         settle([tools.softmax.m[r] for r in range(2)])
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
@@ -558,11 +558,11 @@ class ForwardSm90:
     def take_bits(self, tools, state):
         """The bits of this thread's two rows of a partial tile."""
         tools.pipes.bits.consumer_wait(state)
-        own, seen = masking.own_bits(tools.shared.bits, tools.thread)
+        own = masking.own_bits(tools.shared.bits, tools.thread)
         cute.arch.sync_warp()
         release(tools.pipes.bits, state)
         state.advance()
-        return own, seen, state
+        return own, state
 
     @cute.jit
     def take_query(self, tools, state):

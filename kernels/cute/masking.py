@@ -60,21 +60,17 @@ def row_of(thread: Int32) -> Int32:
 
 
 @cute.jit
-def own_bits(bits: cute.Tensor, thread: Int32) -> tuple[cute.Tensor, Uint32]:
-    """The bits of a computing thread's two rows, of a stage [4, 128], and those set in all rows of its warp."""
+def own_bits(bits: cute.Tensor, thread: Int32) -> cute.Tensor:
+    """The bits of a computing thread's two rows, of a stage [4, 128]."""
     own = cute.make_rmem_tensor(2, Uint32)
     for r in cutlass.range_constexpr(2):
         own[r] = bits[thread % 4, row_of(thread) + 8 * r]
-    return own, cute.arch.warp_redux_sync(own[0] & own[1], "and")
+    return own
 
 
 @cute.jit
-def apply(scores: cute.Tensor, own: cute.Tensor, seen: Uint32):
-    """Set what the bits of a thread's two rows leave out to −inf.
-
-    Most partial tiles are an edge that crosses a warp's sixteen rows in one or two quarters of the columns: a quarter
-    that all lanes have ``seen`` whole stays as it is.
-    """
+def apply(scores: cute.Tensor, own: cute.Tensor):
+    """Set what the bits of a thread's two rows leave out to −inf."""
     grid = layout_utils.reshape_acc_to_mn(scores)
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(32):
