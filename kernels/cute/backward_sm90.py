@@ -75,7 +75,8 @@ from marble.kernels.cute.backward_config import (
     shared_tensors,
 )
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
-from marble.kernels.cute.intrinsics import complete_words, math_thread, reduce_pair, store_pair
+from marble.kernels.cute.intrinsics import math_thread, reduce_pair, store_pair
+from marble.kernels.cute.ordering import complete
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import WorkList
 
@@ -609,7 +610,8 @@ class BackwardSm90:
                     score = s_mn[r, 4 * quad + c] * scale_log2 - row[c]
                     p_mn[r, 4 * quad + c] = cute.math.exp2(score, fastmath=True)
             if const_expr(quad + 1 in (pause, quads)):
-                complete_words(cute.recast_tensor(p, Int32), settled, 8 * (quad + 1))
+                words = cute.recast_tensor(p, Int32)
+                complete([words[i] for i in range(settled, 8 * (quad + 1))])
                 settled = 8 * (quad + 1)
             if const_expr(held and quad + 1 == pause):
                 self._hand_over_dq()

@@ -32,7 +32,7 @@ from torch import Tensor
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
-from marble.kernels.cute.ordering import afresh, settle, store_if
+from marble.kernels.cute.ordering import afresh, complete, store_if
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, WorkList
@@ -67,6 +67,8 @@ class ForwardConfig:
         head_dim: 64 or 128.
         k_stages: key tiles in flight.
         v_stages: value tiles in flight.
+        pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
+            next is computed.
         lag: whether the second computing warpgroup begins a tile later than the first, so that one of them feeds the
             tensor cores while the other writes its output.
         load_registers: of each thread of the loading warpgroup.
@@ -76,6 +78,7 @@ class ForwardConfig:
     head_dim: int
     k_stages: int
     v_stages: int
+    pieces: int
     lag: bool = True
     load_registers: int = 24
     math_registers: int = 240
@@ -83,11 +86,16 @@ class ForwardConfig:
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128):
             raise ValueError(f"head_dim: the Hopper kernels compute 64 and 128, got {self.head_dim}")
-        if self.load_registers + 2 * self.math_registers > 512:
-            raise ValueError("registers: a multiprocessor has 64 Ki, 512 for three threads of the warpgroups")
+        if self.load_registers + 2 * self.math_registers > 504:
+            raise ValueError(
+                "registers: the kernel begins with 168 for each thread, 504 for three threads of the warpgroups"
+            )
 
 
-CONFIGS = {64: ForwardConfig(64, k_stages=4, v_stages=4), 128: ForwardConfig(128, k_stages=3, v_stages=2)}
+CONFIGS = {
+    64: ForwardConfig(64, k_stages=4, v_stages=4, pieces=2),
+    128: ForwardConfig(128, k_stages=3, v_stages=2, pieces=1),
+}
 
 
 class Carried(NamedTuple):
@@ -174,7 +182,9 @@ class ForwardSm90:
         atom_o, tma_o = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), (STRIP, self.head_dim)
         )
-        mma_qk = sm90_utils.make_tiled_mma(self.dtype, "K", "K", BLOCK, "RS", atom_layout_mnk=(2, 1, 1))
+        mma_qk = sm90_utils.make_tiled_mma(
+            self.dtype, "K", "K", BLOCK // self.config.pieces, "RS", atom_layout_mnk=(2, 1, 1)
+        )
         mma_pv = sm90_utils.make_tiled_mma(self.dtype, "K", "MN", self.head_dim, "RS", atom_layout_mnk=(2, 1, 1))
 
         tile_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
@@ -466,7 +476,7 @@ class ForwardSm90:
             thread=thread,
         )
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((BLOCK, BLOCK)), Float32)
-        scores = partial(sm90_utils.gemm_w_idx, mma_qk, tCrA=fragment_q, tCrB=fragment_k, zero_init=True)
+        scores = partial(start_scores, mma_qk, acc_S, fragment_q, fragment_k)
         weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
         step = partial(self.step, scores, weigh, tools, acc_S)
 
@@ -479,7 +489,8 @@ class ForwardSm90:
         pipes.q.consumer_wait(q_state)
         q_state = self.take_query(tools, q_state)
         pipes.k.consumer_wait(k_state)
-        scores(acc_S, B_idx=k_state.index, wg_wait=0)
+        scores(k_state.index)
+        warpgroup.wait_group(0)
         begun = self.take_state(tools, carried, unit.index)
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
@@ -488,7 +499,8 @@ class ForwardSm90:
             if parts > 0:
                 own, bits = self.take_bits(tools, bits)
                 masking.apply(acc_S, own)
-            softmax.lead(acc_S)
+            softmax.compare(acc_S)
+            softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
             if const_expr(self.config.lag):
@@ -512,8 +524,8 @@ class ForwardSm90:
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
             if parts + full > 0:
                 pipes.k.consumer_wait(k_state)
-                scores(acc_S, B_idx=k_state.index, wg_wait=-1)
-                warpgroup.wait_group(1)
+                scores(k_state.index)
+                warpgroup.wait_group(self.config.pieces)
                 release(pipes.v, v_state)
                 self.leave_accumulator(tools, carried, output, done.index)
                 begun = self.take_state(tools, carried, unit.index)
@@ -533,18 +545,24 @@ class ForwardSm90:
         if it has not ``begun``."""
         pipes = tools.pipes
         pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
-        scores(acc_S, B_idx=k_state.index, wg_wait=-1)
+        scores(k_state.index)
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
             own, bits = self.take_bits(tools, bits)
-        warpgroup.wait_group(1)
-        release(pipes.k, k_state)
-        k_state.advance()
-        if const_expr(masked):
-            masking.apply(acc_S, own)
-        tools.softmax.lead(acc_S)
-        settle([tools.softmax.m[r] for r in range(2)])
+        pieces = self.config.pieces
+        for piece in cutlass.range_constexpr(pieces):
+            warpgroup.wait_group(pieces - piece)
+            if const_expr(piece == pieces - 1):
+                release(pipes.k, k_state)
+                k_state.advance()
+            if const_expr(masked):
+                masking.apply(acc_S, own, piece, pieces)
+            tools.softmax.compare(acc_S, piece, pieces)
+            if const_expr(piece < pieces - 1):
+                complete_all(tools.softmax.best)
+        tools.softmax.lead()
+        complete_all(tools.softmax.m)
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
         # one after the other as they are computed.
         warpgroup.wait_group(0)
@@ -680,6 +698,27 @@ class ForwardSm90:
         return mma_pv.get_slice(thread).partition_C(self.tile_at(tensor, row))
 
 
+def complete_all(values):
+    """`marble.kernels.cute.ordering.complete` for all of a thread's floats in a tensor."""
+    words = cute.recast_tensor(values, Int32)
+    complete([words[i] for i in range(cute.size(words))])
+
+
+@cute.jit
+def start_scores(mma, acc, q, k, stage):
+    """Start q · k[stage]ᵀ, each piece of the keys as a group of its own."""
+    for piece in cutlass.range_constexpr(cute.size(acc.shape[2])):
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, False)
+        own = cute.append_ones(acc[None, None, piece], up_to_rank=3)
+        for i in cutlass.range_constexpr(cute.size(q.shape[2])):
+            keys = cute.append_ones(k[None, piece, i, stage], up_to_rank=2)
+            cute.gemm(atom, own, q[None, None, i], keys, own)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+
 @cute.jit
 def add_product(mma, acc, a, b, stage, begun):
     """Start a · b[stage], added to ``acc`` or, if it has not ``begun``, in its place."""
@@ -690,13 +729,6 @@ def add_product(mma, acc, a, b, stage, begun):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k, stage], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
-
-
-@cute.jit
-def rescale(acc, decay):
-    """Multiply an accumulator's rows, unless every factor in this warp is 1."""
-    if cute.arch.vote_any_sync(decay[0] * decay[1] != 1.0):
-        scale_rows(acc, decay)
 
 
 @cute.jit

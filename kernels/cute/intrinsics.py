@@ -6,22 +6,13 @@ from cutlass import Float32, Int32, cute
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from marble.kernels.cute.backward_config import GROUP
-from marble.kernels.cute.ordering import complete, ptx
+from marble.kernels.cute.ordering import ptx
 
 
 @dsl_user_op
 def math_thread(*, loc: Any = None, ip: Any = None) -> Int32:
     """This thread's number among the math threads, read afresh: what follows from it does not stay in registers."""
     return Int32(ptx("mov.u32 $0, %tid.x;", "=r", [], result=T.i32(), loc=loc, ip=ip)) - GROUP
-
-
-def complete_words(words: cute.Tensor, first: int, last: int) -> None:
-    """`marble.kernels.cute.ordering.complete` for words ``first`` to ``last`` - 1, all ≥ 0: floats ≥ 0 are integers
-    ≥ 0, and an integer's sign tells whether any of several is negative."""
-    every = words[first]
-    for i in range(first + 1, last):
-        every |= words[i]
-    complete(every)
 
 
 @dsl_user_op

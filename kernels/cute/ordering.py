@@ -1,5 +1,8 @@
 """PTX inside kernels, and keeping the compilers from moving work to where it costs more."""
 
+import operator
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 from cutlass import Float32, Int32
@@ -22,16 +25,20 @@ def ptx(text: str, constraints: str, operands: list[Any], *, result: Any = None,
     )
 
 
-@dsl_user_op
-def complete(value: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Everything that ``value`` ≥ 0 depends on is issued before what follows.
+def complete(words: Sequence[Int32]) -> None:
+    """What ``words`` depend on is issued before what follows; their bits must not all be set, as no result's are.
 
     The assembler likes to move a wait for a matrix product up, in front of independent arithmetic, which then no longer
     runs beside the product. An arrival that is never made but depends on the arithmetic keeps it in place.
     """
-    arrive = "setp.lt.s32 p, $0, 0; @p mbarrier.arrive.shared.b64 t, [a];"
+    _arrive_if_all_set(reduce(operator.and_, words))
+
+
+@dsl_user_op
+def _arrive_if_all_set(word: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    arrive = "setp.eq.s32 p, $0, -1; @p mbarrier.arrive.shared.b64 t, [a];"
     text = "{.reg .pred p; .reg .b64 t; .reg .b32 a; mov.b32 a, 0; " + arrive + "}"
-    ptx(text, "r", [value.ir_value(loc=loc, ip=ip)], loc=loc, ip=ip)
+    ptx(text, "r", [word.ir_value(loc=loc, ip=ip)], loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -47,14 +54,3 @@ def store_if(wanted: Int32, pointer: Any, value: Float32, *, loc: Any = None, ip
     operands = [Int32(wanted).ir_value(loc=loc, ip=ip), pointer.toint(loc=loc, ip=ip).ir_value(), value.ir_value()]
     text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.f32 [$1], $2;}"
     ptx(text, "r,l,f", operands, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def settle(values: list[Float32], *, loc: Any = None, ip: Any = None) -> None:
-    """`complete` for floats. The arrival is for a bit pattern in all of them that no arithmetic gives."""
-    names = [f"b{i}" for i in range(len(values))]
-    text = "{.reg .pred p; .reg .b64 t; .reg .b32 a, " + ", ".join(names) + "; mov.b32 a, 0; "
-    text += " ".join(f"mov.b32 {name}, ${i};" for i, name in enumerate(names))
-    text += " ".join(f" and.b32 b0, b0, {name};" for name in names[1:])
-    text += " setp.eq.s32 p, b0, -1; @p mbarrier.arrive.shared.b64 t, [a];}"
-    ptx(text, ",".join("f" * len(values)), [Float32(x).ir_value(loc=loc, ip=ip) for x in values], loc=loc, ip=ip)

@@ -27,17 +27,19 @@ class OnlineSoftmax(ParamsBase):
         m: largest score of each row so far; −inf before the first key.
         l: sum of each row's weights over this thread's columns; complete after `reduce`.
         decay: what the last `lead` asks the accumulator's rows to be multiplied by.
+        best: maxima of the columns of a tile, in chains.
     """
 
     scale: Float32
     m: cute.Tensor
     l: cute.Tensor  # noqa: E741
     decay: cute.Tensor
+    best: cute.Tensor
 
     @staticmethod
     def create(scale: Float32) -> "OnlineSoftmax":
         """For a softmax scale times log₂ e, uninitialised."""
-        return OnlineSoftmax(scale, *(cute.make_rmem_tensor(2, Float32) for _ in range(3)))
+        return OnlineSoftmax(scale, *(cute.make_rmem_tensor(shape, Float32) for shape in (2, 2, 2, (2, _CHAINS))))
 
     def reset(self) -> None:
         """Rows that have seen nothing."""
@@ -45,18 +47,21 @@ class OnlineSoftmax(ParamsBase):
         self.l.fill(0.0)
 
     @cute.jit
-    def lead(self, scores: cute.Tensor) -> None:
-        """Raise ``m`` to a tile of scores, −inf where nothing is computed."""
-        scale, m, decay = self.scale, self.m, self.decay
-        grid = layout_utils.reshape_acc_to_mn(scores)
-        columns = const_expr(cute.size(grid, mode=[1]))
-        best = cute.make_rmem_tensor((2, _CHAINS), Float32)
-        for c in cutlass.range_constexpr(columns):
-            for r in cutlass.range_constexpr(2):
+    def compare(self, scores: cute.Tensor, piece: cutlass.Constexpr = 0, pieces: cutlass.Constexpr = 1) -> None:
+        """Take the maxima of one of the ``pieces`` of the columns of a tile, whose scores are −inf where hidden."""
+        grid, best = layout_utils.reshape_acc_to_mn(scores), self.best
+        columns = const_expr(cute.size(grid, mode=[1]) // pieces)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(piece * columns, (piece + 1) * columns):
                 if const_expr(c < _CHAINS):
                     best[r, c] = grid[r, c]
                 else:
                     best[r, c % _CHAINS] = fa_utils.fmax(best[r, c % _CHAINS], grid[r, c])
+
+    @cute.jit
+    def lead(self) -> None:
+        """Raise ``m`` to a tile that has been compared."""
+        scale, m, decay, best = self.scale, self.m, self.decay, self.best
         top = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             top[r] = fa_utils.fmax(fa_utils.fmax(best[r, 0], best[r, 1]), fa_utils.fmax(best[r, 2], best[r, 3]))
@@ -71,12 +76,12 @@ class OnlineSoftmax(ParamsBase):
     @cute.jit
     def weigh(self, scores: cute.Tensor, accumulator: cute.Tensor) -> None:
         """Turn the tile of the last `lead` into weights, add them to ``l``, and multiply the rows of an accumulator by
-        ``decay``: multiplications are free beside exponentials, which leave seven of eight issue slots."""
+        ``decay``: without a branch around that, ptxas computes one row's maxima among the other's exponentials."""
         scale, m, l, decay = self.scale, self.m, self.l, self.decay  # noqa: E741
         grid = layout_utils.reshape_acc_to_mn(scores)
         columns = const_expr(cute.size(grid, mode=[1]))
-        sums_of_values = layout_utils.reshape_acc_to_mn(accumulator)
-        stride = const_expr(columns // cute.size(sums_of_values, mode=[1]))
+        values = layout_utils.reshape_acc_to_mn(accumulator)
+        stride = const_expr(columns // cute.size(values, mode=[1]))
         reference = [finite(m[r]) * scale for r in range(2)]
         sums = cute.make_rmem_tensor((2, _CHAINS), Float32)
         for c in cutlass.range_constexpr(columns):
@@ -87,7 +92,7 @@ class OnlineSoftmax(ParamsBase):
                 else:
                     sums[r, c % _CHAINS] += grid[r, c]
                 if const_expr(c % stride == 0):
-                    sums_of_values[r, c // stride] *= decay[r]
+                    values[r, c // stride] *= decay[r]
         for r in cutlass.range_constexpr(2):
             l[r] = l[r] * decay[r] + ((sums[r, 0] + sums[r, 1]) + (sums[r, 2] + sums[r, 3]))
 
