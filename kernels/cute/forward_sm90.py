@@ -49,9 +49,6 @@ PLACES = 3
 ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
 """What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
 
-LAG = 1
-"""The hardware barrier that the second computing warpgroup begins at. 0 is that of all threads."""
-
 MASK_WARPS = 2
 """Each for the rows of one computing warpgroup."""
 
@@ -69,8 +66,6 @@ class ForwardConfig:
         v_stages: value tiles in flight.
         pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
             next is computed.
-        lag: whether the second computing warpgroup begins a tile later than the first, so that one of them feeds the
-            tensor cores while the other writes its output.
         load_registers: of each thread of the loading warpgroup.
         math_registers: of each thread of the computing warpgroups.
     """
@@ -79,7 +74,6 @@ class ForwardConfig:
     k_stages: int
     v_stages: int
     pieces: int
-    lag: bool = True
     load_registers: int = 24
     math_registers: int = 240
 
@@ -483,9 +477,6 @@ class ForwardSm90:
         state_of = partial(pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer)
         unit, bits, q_state = state_of(PLACES), state_of(1), state_of(1)
         k_state, v_state = state_of(self.config.k_stages), state_of(self.config.v_stages)
-        if const_expr(self.config.lag) and group == 1:
-            cute.arch.barrier(barrier_id=LAG, number_of_threads=2 * WARPGROUP)
-        leads = group == 0
         pipes.q.consumer_wait(q_state)
         q_state = self.take_query(tools, q_state)
         pipes.k.consumer_wait(k_state)
@@ -503,10 +494,6 @@ class ForwardSm90:
             softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
-            if const_expr(self.config.lag):
-                if leads:
-                    cute.arch.barrier_arrive(barrier_id=LAG, number_of_threads=2 * WARPGROUP)
-                leads = Boolean(False)
             for _ in cutlass.range(parts - 1, unroll=1):
                 k_state, v_state, bits = step(k_state, v_state, bits, begun, masked=True)
                 begun = Boolean(True)
