@@ -1,8 +1,8 @@
 """Attention forward for Hopper (SM90): masks as data, softmax state carried between calls.
 
 One thread block stays on each multiprocessor and takes one unit of work, a query block and a head, after the other. Of
-the first warpgroup one warp deals, asking for units ahead of time, one loads, and two turn the predicates of partial
-tiles into bits, which lie beside the keys in shared memory; two warpgroups compute 64 query rows each and never look
+the first warpgroup one warp deals, asking for units and loading their query tiles ahead of time, one loads keys and
+values, and two turn the predicates of partial tiles into bits; two warpgroups compute 64 query rows each and never look
 anything up.
 
 Sources: FlashAttention-3 (Shah et al., 2024) for the overlap of softmax and matrix products inside and between
@@ -117,8 +117,8 @@ class Pipes(NamedTuple):
 
     ``unit``: the dealing warp waits until the computing and the mask warps have done with a unit, then puts another in
     its place; the loading and the mask warps wait for that. A unit without tiles says stop.
-    ``q``, ``k``, ``v``: the loading warp waits until all eight computing warps have released a stage, then fills it;
-    they wait until its bytes have arrived. A key stage is released when its scores are complete, a query tile when it
+    ``q``, ``k``, ``v``: the dealing (``q``) or loading warp waits until all eight computing warps have released a
+    stage, then fills it; they wait until its bytes have arrived. A key stage is released when its scores are complete, a query tile when it
     has been read into registers. Every unit comes with its query tile, except the one that says stop.
     ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
     """
