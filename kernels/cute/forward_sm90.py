@@ -118,8 +118,9 @@ class Pipes(NamedTuple):
     ``unit``: the dealing warp waits until the computing and the mask warps have done with a unit, then puts another in
     its place; the loading and the mask warps wait for that. A unit without tiles says stop.
     ``q``, ``k``, ``v``: the dealing (``q``) or loading warp waits until all eight computing warps have released a
-    stage, then fills it; they wait until its bytes have arrived. A key stage is released when its scores are complete, a query tile when it
-    has been read into registers. Every unit comes with its query tile, except the one that says stop.
+    stage, then fills it; they wait until its bytes have arrived. A key stage is released when its scores are complete,
+    a query tile when it has been read into registers. Every unit comes with its query tile, except the one that says
+    stop.
     ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
     """
 
