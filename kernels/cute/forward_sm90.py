@@ -32,7 +32,7 @@ from torch import Tensor
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
-from marble.kernels.cute.ordering import afresh, complete, store_if
+from marble.kernels.cute.ordering import afresh, complete, prefetch, store_if
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, WorkList
@@ -270,7 +270,7 @@ class ForwardSm90:
             if warp == 0:
                 self.load(tmas, atoms, shared, pipes, lists)
             if warp == 1:
-                self.deal(tmas, atoms, shared, pipes, lists, counter)
+                self.deal(tmas, atoms, shared, pipes, lists, counter, carried.acc)
             if warp >= 2:
                 self.mask(shared, pipes, lists, warp - 2)
         else:
@@ -280,8 +280,9 @@ class ForwardSm90:
     # The dealing warp
 
     @cute.jit
-    def deal(self, tmas, atoms, shared, pipes, lists, counter):
-        """Fetch units, write them down and load their query tiles, until there are none left."""
+    def deal(self, tmas, atoms, shared, pipes, lists, counter, acc):
+        """Fetch units, write them down, load their query tiles and call their accumulators into the L2 cache, until
+        there are none left."""
         lane, heads, kv_heads = cute.arch.lane_idx(), tmas[0].shape[2], tmas[1].shape[2]
         group = heads // kv_heads
         units = lists.items.shape[0] * heads
@@ -303,6 +304,11 @@ class ForwardSm90:
             load, _, _ = copy_utils.tma_get_copy_fn(atoms[0], 0, cute.make_layout(1), tile, shared.q, single_stage=True)
             load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
             q_state.advance()
+            rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROWS, TOUCH))
+            if touch & int(Touch.FIRST) == 0:
+                start = fa_utils.elem_pointer(acc, (head, cute.arch.shuffle_sync(field, ROW), 0))
+                with cute.arch.elect_one():
+                    prefetch(start, rows * self.head_dim * 4)
             number = fetch(counter, units)
         self.write_unit(shared, pipes, state, Int32(0))
         pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)

@@ -54,3 +54,10 @@ def store_if(wanted: Int32, pointer: Any, value: Float32, *, loc: Any = None, ip
     operands = [Int32(wanted).ir_value(loc=loc, ip=ip), pointer.toint(loc=loc, ip=ip).ir_value(), value.ir_value()]
     text = "{.reg .pred p; setp.ne.s32 p, $0, 0; @p st.global.f32 [$1], $2;}"
     ptx(text, "r,l,f", operands, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def prefetch(pointer: Any, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Ask for ``size`` bytes of global memory in the L2 cache; 16 divides size and address."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(), Int32(size).ir_value(loc=loc, ip=ip)]
+    ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r", operands, loc=loc, ip=ip)
