@@ -96,7 +96,9 @@ class SpanTable:
     @property
     def ordinal(self) -> Tensor:
         """A number that grows from sample to sample, padding samples included."""
-        return torch.cat([self.sample.new_zeros(1), (self.sample.diff() != 0).long()]).cumsum(0)
+        number = torch.zeros_like(self.sample)
+        torch.cumsum(self.sample[1:] != self.sample[:-1], 0, out=number[1:])
+        return number
 
     def to(self, device: torch.device) -> SpanTable:
         """The table on another device."""

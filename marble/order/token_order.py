@@ -79,7 +79,7 @@ class TokenOrder:
     def shard(self, rank: int) -> Tensor:
         """Storage positions of a rank's tokens, int64 [its tokens]."""
         shard = self.shards[rank]
-        return expand(shard.start, shard.stop - shard.start)[1]
+        return expand(shard.start, shard.stop)[1]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
