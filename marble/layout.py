@@ -227,7 +227,7 @@ class Layout:
         unnamed = linked.copy()
         unnamed[named] = False
         some = np.flatnonzero(unnamed)
-        fresh = np.append(True, owner[some[1:]] != owner[some[:-1]])[: len(some)]
+        fresh = np.append(True, np.diff(owner[some]) != 0)[: len(some)]
         leader[some] = some[fresh].repeat(np.diff(np.flatnonzero(fresh), append=len(some)))
         leaders: dict[int | None, int] = {}
         leader[named] = [leaders.setdefault(group[at], at) for at in named]

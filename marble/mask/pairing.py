@@ -37,10 +37,10 @@ class Sights:
     def of(cls, keys: Side) -> Sights:
         """What the blocks of a key side are seen by."""
         lo, hi = keys.ramps
-        found = keys.blocks.of, lo.first, hi.last
+        found = [keys.blocks.of, lo.first, hi.last]
         if not keys.complete:
             some = true_at(keys.exact[keys.blocks.of])
-            found = tuple(part.index_select(0, some) for part in found)
+            found = [part.index_select(0, some) for part in found]
         return cls(*found)
 
 

@@ -105,7 +105,7 @@ class VisibleRanges:
     def keys(self, tokens: Tensor) -> KeyRanges:
         """The ranges of the keys at the storage positions ``tokens``, int64 [...]."""
         bounds, exact = self._keys(*self._spans.locate(tokens))
-        return KeyRanges(*bounds.unbind(-1), exact)
+        return KeyRanges(bounds[..., 0], bounds[..., 1], exact)
 
     def queries(self, tokens: Tensor) -> QueryRanges:
         """The ranges of the queries at the storage positions ``tokens``, int64 [...]."""

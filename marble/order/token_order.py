@@ -88,8 +88,9 @@ class TokenOrder:
         length, lengths = stop - start, np.array(self.lengths)
         row = length.cumsum() - length - (lengths.cumsum() - lengths)[rank]
         columns = torch.from_numpy(np.stack([start, stop, row])).to(self.storage.device, non_blocking=True)
-        parts = columns.split(np.bincount(rank, minlength=self.world).tolist(), 1)
-        return tuple(Shard(*part, rows) for part, rows in zip(parts, self.lengths, strict=True))
+        counts = np.bincount(rank, minlength=self.world).tolist()
+        parts = zip(*(column.split(counts) for column in columns), self.lengths, strict=True)
+        return tuple(Shard(*part) for part in parts)
 
     @cached_property
     def _columns(self) -> tuple[NDArray[np.int64], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from marble.compose.schedule import Rows
 from marble.kernels.contract import Tiles, Touch
@@ -18,11 +18,10 @@ def whole_blocks(rows: int, block: int) -> int:
     return -(-rows // block) * block
 
 
-def stretches(chosen: Tensor, block: int, rows: int) -> list[tuple[int, int]]:
+def stretches(chosen: NDArray[np.bool_], block: int, rows: int) -> list[tuple[int, int]]:
     """The row ranges of neighbouring chosen blocks, bool [blocks], of a shard with ``rows`` rows."""
-    edges = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1)).diff()
-    starts, stops = ((edges == sign).nonzero().flatten() * block for sign in (1, -1))
-    return list(zip(starts.tolist(), stops.clamp(max=rows).tolist(), strict=True))
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * block
+    return list(zip(edges[::2].tolist(), np.minimum(edges[1::2], rows).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,14 +49,15 @@ def flag_touches(calls: Sequence[Tiles]) -> Touches:
     """
     # Which calls touch a block is asked of the device once; the host does the rest, in few and small steps.
     entries = torch.stack([ptr for call in calls for ptr in (call.by_query.run_ptr, call.by_query.part_ptr)])
-    busy = (entries.diff() > 0).cpu().numpy().reshape(len(calls), 2, -1).any(1)
+    some = (entries.diff() > 0).cpu().numpy()
+    busy = some[::2] | some[1::2]
     order = busy.cumsum(0)
     first, last = busy & (order == 1), busy & (order == order[-1:])
     flags = torch.from_numpy((first * Touch.FIRST + last * Touch.LAST).astype(np.uint8))
     flags = flags.to(entries.device, non_blocking=True)
     block, rows = calls[0].block, calls[0].query_rows
-    idle = stretches(torch.from_numpy(~busy.any(0)), block, rows)
+    idle = stretches(order[-1] == 0, block, rows)
     untouched = (Rows(name, start, stop) for start, stop in idle for name in ("out", "lse"))
     flagged = [replace(call, touch=flag) for call, flag in zip(calls, flags, strict=True)]
-    carries = busy & ~(first & last)
-    return Touches(flagged, busy.any(1).tolist(), carries.any(1).tolist(), tuple(untouched))
+    computes, carries = ([bool(row.any()) for row in each] for each in (busy, busy & ~(first & last)))
+    return Touches(flagged, computes, carries, tuple(untouched))
