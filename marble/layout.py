@@ -75,11 +75,11 @@ class Span:
                 raise ValueError(f"Span.group: an id is 0 or more, got {self.group}")
 
 
-@dataclass(frozen=True, eq=False)
 class SpanTable:
     """A layout as columns, one int64 entry per span [spans]; what vectorised code works on.
 
     Attributes:
+        columns: int64 [6, spans], all that follow.
         start: first token of the span in the sequence.
         length: tokens in the span.
         sample: index of the sample, −1 for padding.
@@ -89,24 +89,20 @@ class SpanTable:
         linked: 1 for spans of the mode ``group``, else 0.
     """
 
-    start: Tensor
-    length: Tensor
-    sample: Tensor
-    seg: Tensor
-    noise: Tensor
-    linked: Tensor
+    def __init__(self, columns: Tensor) -> None:
+        self.columns = columns
+        self.start, self.length, self.sample, self.seg, self.noise, self.linked = columns
 
     @property
     def ordinal(self) -> Tensor:
         """A number that grows from sample to sample, padding samples included."""
-        return torch.cat([self.sample.new_zeros(1), (self.sample.diff() != 0).long()]).cumsum(0)
+        number = torch.zeros_like(self.sample)
+        torch.cumsum(self.sample[1:] != self.sample[:-1], 0, out=number[1:])
+        return number
 
     def to(self, device: torch.device) -> SpanTable:
         """The table on another device."""
-        if self.start.device == device:
-            return self
-        columns = torch.stack(list(vars(self).values()))
-        return SpanTable(*columns.to(device, non_blocking=True))
+        return self if self.start.device == device else SpanTable(self.columns.to(device, non_blocking=True))
 
     @property
     def stop(self) -> Tensor:
@@ -199,8 +195,8 @@ class Layout:
         """A fingerprint: equal for equal layouts, in every process."""
         counts, mode, length, group = self._columns
         sha = hashlib.sha256(f"{len(counts)} samples".encode())
-        for column in (counts, mode, length):
-            sha.update(column.astype("<i8").tobytes())  # the same bytes on every machine
+        for column in (counts.astype("<i8"), mode, length.astype("<i8")):  # the same bytes on every machine
+            sha.update(column.tobytes())
         sha.update(repr([(at, group[at]) for at in _named(group)]).encode())
         return sha.digest()
 
@@ -231,7 +227,7 @@ class Layout:
         unnamed = linked.copy()
         unnamed[named] = False
         some = np.flatnonzero(unnamed)
-        fresh = np.append(True, owner[some[1:]] != owner[some[:-1]])[: len(some)]
+        fresh = np.append(True, np.diff(owner[some]) != 0)[: len(some)]
         leader[some] = some[fresh].repeat(np.diff(np.flatnonzero(fresh), append=len(some)))
         leaders: dict[int | None, int] = {}
         leader[named] = [leaders.setdefault(group[at], at) for at in named]
@@ -240,7 +236,7 @@ class Layout:
         leads = wide & (leader == np.arange(count))
         seg = np.where(wide, (leads.cumsum() - 1)[leader], -1)
         columns = (length.cumsum() - length, length, np.where(pad, -1, owner), seg, np.where(noise, seg, -1), linked)
-        return SpanTable(*(torch.from_numpy(column.astype(np.int64)) for column in columns))
+        return SpanTable(torch.from_numpy(np.stack(columns)))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor, *, tokens: int | None = None) -> Layout:

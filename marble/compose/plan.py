@@ -158,7 +158,7 @@ class Plan:
         """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
         described = repr((self.order.name, self.world, self.ulysses, self.block, self.layers, self.names)).encode()
         storage = self.order.storage
-        parts = (self.order.pieces, storage.span_order.cpu(), *vars(storage.layout.table).values())
+        parts = (self.order.pieces, storage.span_order.cpu(), storage.layout.table.columns)
         sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
         return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
 

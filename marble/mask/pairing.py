@@ -26,7 +26,7 @@ class Sights:
     Attributes:
         block: int64 [intervals], rising: key block ``block`` is seen by queries in ``lo`` to ``hi``.
         lo: int64 [intervals].
-        hi: int64 [intervals], above ``lo``.
+        hi: int64 [intervals]; not above ``lo`` for padding.
     """
 
     block: Tensor
@@ -37,9 +37,11 @@ class Sights:
     def of(cls, keys: Side) -> Sights:
         """What the blocks of a key side are seen by."""
         lo, hi = keys.ramps
-        seen = lo.first < hi.last
-        some = true_at(seen if keys.complete else seen & keys.exact[keys.blocks.of])
-        return cls(*(part.index_select(0, some) for part in (keys.blocks.of, lo.first, hi.last)))
+        found = [keys.blocks.of, lo.first, hi.last]
+        if not keys.complete:
+            some = true_at(keys.exact[keys.blocks.of])
+            found = [part.index_select(0, some) for part in found]
+        return cls(*found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +70,11 @@ class Pairing:
         low, high = bounds = self.queries.blocks.shards[0].before(torch.stack([sights.lo, sights.hi]))
         some = true_at(low < high)
         block, (low, high) = sights.block.index_select(0, some), take(bounds, some)
-        return merge(block, low // self.block, (high - 1) // self.block + 1)
+        return merge(block, low // self.block, (high + (self.block - 1)) // self.block)
 
     def classify(self) -> tuple[Tensor, Tensor]:
-        """Runs of full tiles (key block, first query block, blocks) and partial tiles (key block, query block)."""
+        """Runs of full tiles (key block, first query block, blocks) and partial tiles (key block, query block), int64
+        [3, runs] and [2, tiles]."""
         found = []
         if self.keys.ranges is not None:
             found.append(self.by_ranges())
@@ -80,7 +83,7 @@ class Pairing:
             found.append(self.by_summaries(left))
         if len(found) == 1:
             return found[0]
-        runs, parts = (torch.cat(results) for results in zip(*found, strict=True))
+        runs, parts = (torch.cat(results, 1) for results in zip(*found, strict=True))
         return in_order(runs), in_order(parts)
 
     def by_ranges(self) -> tuple[Tensor, Tensor]:
@@ -92,19 +95,19 @@ class Pairing:
         last = torch.maximum(first, last)
         full = true_at(last > first)
         start, stop = first.index_select(0, full), last.index_select(0, full)
-        runs = torch.stack([full, start, stop - start], 1)
+        runs = torch.stack([full, start, stop - start])
         # Partial: what else the ranges touch.
         block, low, high = self.touched(Sights.of(self.keys))
         first, last = first.index_select(0, block), last.index_select(0, block)
         low = torch.stack([low, torch.maximum(low, last)], 1).flatten()
         high = torch.stack([torch.minimum(high, first), high], 1).flatten()
-        owner, query = expand(low, (high - low).clamp(min=0))
-        return runs, torch.stack([block[owner // 2], query], 1)
+        owner, query = expand(low, torch.maximum(low, high))
+        return runs, torch.stack([block.index_select(0, owner // 2), query])
 
     def by_summaries(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Any mask: block summaries first, then pair by pair what they leave open."""
         count = len(self.queries.blocks)
-        runs, parts = [blocks.new_zeros(0, 3)], [blocks.new_zeros(0, 2)]
+        runs, parts = [blocks.new_zeros(3, 0)], [blocks.new_zeros(2, 0)]
         if count and len(blocks):
             q = BlockSummaries.of_blocks(self.tracks().take(self.queries.blocks.positions(self._everything)[0]))
             for some in blocks.split(max(_PAIRS // count, 1)):
@@ -112,7 +115,7 @@ class Pairing:
                 found = self._summarised(some, *summarise(self.mask, q, k))
                 runs.append(found[0])
                 parts.append(found[1])
-        return torch.cat(runs), torch.cat(parts)
+        return torch.cat(runs, 1), torch.cat(parts, 1)
 
     @cached_property
     def _everything(self) -> Tensor:
@@ -125,10 +128,10 @@ class Pairing:
         some, every = self._look(blocks[open_row], query)
         full[open_row[every], query[every]] = True
         edges = torch.nn.functional.pad(full.byte(), (1, 1)).diff(dim=1).to(torch.int8)
-        starts, stops = (edges == 1).nonzero(), (edges == -1).nonzero()
-        runs = torch.stack([blocks[starts[:, 0]], starts[:, 1], stops[:, 1] - starts[:, 1]], 1)
+        row, start = (edges == 1).nonzero().T
+        stop = (edges == -1).nonzero()[:, 1]
         partial = some & ~every
-        return runs, torch.stack([blocks[open_row[partial]], query[partial]], 1)
+        return torch.stack([blocks[row], start, stop - start]), torch.stack([blocks[open_row[partial]], query[partial]])
 
     def _look(self, key: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Which tiles hold some legal pair, and which are whole and hold legal pairs only."""
@@ -151,11 +154,11 @@ class Pairing:
         return legal & q_real.unsqueeze(2) & k_real.unsqueeze(1)
 
 
-def in_order(rows: Tensor) -> Tensor:
-    """Rows sorted by their first two columns."""
-    if not len(rows):
-        return rows
-    return rows[torch.argsort(rows[:, 0] * (int(rows[:, 1].max()) + 1) + rows[:, 1])]
+def in_order(entries: Tensor) -> Tensor:
+    """Entries, int64 [values, entries], sorted by their first two values."""
+    if not entries.shape[1]:
+        return entries
+    return take(entries, torch.argsort(entries[0] * (int(entries[1].max()) + 1) + entries[1]))
 
 
 def merge(group: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,17 +170,15 @@ def merge(group: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, T
         stop: int64 [intervals], above ``start``.
     """
     shift = group << 40
-    key = start + shift
+    low, high = start + shift, stop + shift
     # Asking a GPU takes longer than sorting in vain.
-    if key.is_cuda or not bool((key[1:] >= key[:-1]).all()):
-        key, order = torch.sort(key)
-        start, stop = start.index_select(0, order), stop.index_select(0, order)
-    reach = running_max(stop + shift)
+    if low.is_cuda or not bool((low[1:] >= low[:-1]).all()):
+        low, order = torch.sort(low)
+        high = high.index_select(0, order)
+    reach = running_max(high)
     fresh = torch.ones_like(group, dtype=torch.bool)
-    torch.gt(key[1:], reach[:-1], out=fresh[1:])
-    if key.is_cuda or not bool(fresh.all()):
+    torch.gt(low[1:], reach[:-1], out=fresh[1:])
+    if low.is_cuda or not bool(fresh.all()):
         first = true_at(fresh)
-        last = torch.cat([first[1:], first.new_full((1,), len(fresh))]) - 1
-        group, start = group.index_select(0, first), start.index_select(0, first)
-        stop = reach.index_select(0, last) - (group << 40)
-    return group, start, stop
+        low, reach = low.index_select(0, first), reach[first.roll(-1) - 1]  # place −1 is the last
+    return low >> 40, low & ((1 << 40) - 1), reach & ((1 << 40) - 1)

@@ -71,9 +71,9 @@ class Side:
         assert self.ranges is not None
         cells = self.blocks
         first, last, offset = take(self.ranges.table, cells.span).unbind(1)
-        low = (cells.within + offset).clamp_(first, last)
-        high = (cells.within + cells.rows - 1 + offset).clamp_(first, last)
-        return tuple(map(Ramp, low, high, offset + (cells.within - cells.row)))
+        place = cells.within + offset
+        high = (place + (cells.rows - 1)).clamp_(first, last)
+        return tuple(map(Ramp, place.clamp(first, last), high, place - cells.row))
 
 
 def _at_once(device: torch.device) -> int:
@@ -85,13 +85,13 @@ Legal = Callable[[Tensor, Tensor], Tensor]
 """The mask over some tiles: (outer blocks, inner blocks) [tiles] to bool [tiles, outer rows, inner rows]."""
 
 
-def predicates(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor], legal: Legal) -> tuple[Tensor, Tensor, Tensor]:
+def predicates(outer: Side, inner: Side, tiles: Tensor, legal: Legal) -> tuple[Tensor, Tensor, Tensor]:
     """The predicates of partial tiles, and which one each tile has.
 
     Args:
         outer: the side that rows of predicates belong to.
         inner: the side that their columns belong to.
-        tiles: int64 [tiles] twice, the outer and the inner block of each tile.
+        tiles: int64 [2, tiles], contiguous, the outer and the inner block of each tile.
         legal: the mask, for what has no ranges.
 
     Returns:
@@ -138,13 +138,13 @@ def _by_kernel(tiles: Tensor) -> bool:
     return tiles.is_cuda
 
 
-def _written_at_once(outer: Side, inner: Side, tiles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _written_at_once(outer: Side, inner: Side, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The predicates of tiles whose outer blocks all have ranges, by one kernel: on a GPU, every row of every tile is
     written sooner than equal tiles are recognised."""
     from marble.kernels.triton.words import range_words
 
     assert outer.ranges is not None
-    words, label = range_words(outer.blocks, inner.blocks, outer.ranges.table, torch.stack(tiles))
+    words, label = range_words(outer.blocks, inner.blocks, outer.ranges.table, tiles)
     ranges, slots = _distinct(words, label)
     block = outer.blocks.block
     return slots, ranges, words.new_zeros(0, block, -(-block // 32))
@@ -184,7 +184,7 @@ def _codes(outer: Side, inner: Side, tile: Tensor, cell: Tensor, inner_block: Te
 def _ramp_words(outer: Side, inner: Side, outer_block: Tensor, inner_block: Tensor) -> tuple[Tensor, Tensor]:
     """Range words of tiles from the ramps of their cells: for each tile its row, and int32 [rows, block]."""
     first, count = outer.blocks.ptr[outer_block], outer.blocks.ptr.diff()[outer_block]
-    tile, cell = expand(first, count)
+    tile, cell = expand(first, first + count)
     codes = _codes(outer, inner, tile, cell, inner_block)
     place = (outer.blocks.row | outer.blocks.rows << 8).index_select(0, cell)
     # Tiles whose items are equal are written once.
@@ -207,7 +207,7 @@ def _ramp_words(outer: Side, inner: Side, outer_block: Tensor, inner_block: Tens
     wide = torch.zeros_like(first).index_add_(0, tile, several.long())[kept] > 0
     for some, used in ((~wide, codes[:1]), (wide, codes)):
         for chosen in true_at(some).split(_at_once(tile.device)):
-            item = expand(base[kept[chosen]], count[kept[chosen]])[1]
+            item = expand(base[kept[chosen]], (base + count)[kept[chosen]])[1]
             words[chosen] = _write_ramps(rows[item], [code.index_select(0, item) for code in used], outer.blocks.block)
     # The last item of a ragged block was continued over the rows that it lacks.
     length = outer.blocks.length[outer_block[kept]]
@@ -232,8 +232,8 @@ def _write_ramps(rows: Tensor, codes: list[Tensor], block: int) -> Tensor:
 def _row_words(outer: Side, inner: Side, outer_block: Tensor, inner_block: Tensor) -> Tensor:
     """Range words of tiles row by row, int32 [tiles, block]: for inner blocks with gaps."""
     block, ptr = outer.blocks.block, outer.blocks.ptr
-    tile, cell = expand(ptr[outer_block], ptr[outer_block + 1] - ptr[outer_block])
-    item, row = expand(outer.blocks.row[cell], outer.blocks.rows[cell])
+    tile, cell = expand(ptr[outer_block], ptr[outer_block + 1])
+    item, row = expand(outer.blocks.row[cell], outer.blocks.row[cell] + outer.blocks.rows[cell])
     tile, cell = tile[item], cell[item]
     bounds = [
         inner.blocks.columns(
@@ -307,7 +307,7 @@ def _classes(label: Tensor) -> tuple[Tensor, Tensor]:
     sorted_label, order = torch.sort(label, stable=True)
     place = torch.arange(len(label), device=label.device)
     start = torch.zeros_like(place)
-    start[1:] = place[1:] * (sorted_label[1:] != sorted_label[:-1])
+    torch.mul(place[1:], sorted_label[1:] != sorted_label[:-1], out=start[1:])
     twin = torch.empty_like(order).index_copy_(0, order, order.index_select(0, running_max(start)))
     first = twin == place
     return true_at(first), (first.cumsum(0) - 1).index_select(0, twin)

@@ -8,6 +8,7 @@ number. A hull is a range if and only if it has as many tokens as are visible. `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -103,11 +104,12 @@ class VisibleRanges:
 
     def keys(self, tokens: Tensor) -> KeyRanges:
         """The ranges of the keys at the storage positions ``tokens``, int64 [...]."""
-        return self._keys(*self._spans.locate(tokens))
+        bounds, exact = self._keys(*self._spans.locate(tokens))
+        return KeyRanges(bounds[..., 0], bounds[..., 1], exact)
 
     def queries(self, tokens: Tensor) -> QueryRanges:
         """The ranges of the queries at the storage positions ``tokens``, int64 [...]."""
-        return self._queries(*self._spans.locate(tokens))
+        return QueryRanges(*self._queries(*self._spans.locate(tokens)))
 
     @cached_property
     def key_spans(self) -> SpanRanges:
@@ -117,10 +119,8 @@ class VisibleRanges:
         the last key are exact, so are all between them. An end that rises is the key itself, or ``window`` behind it.
         """
         own = self._spans.start_stored
-        found = self._keys(slice(None), self._spans.ends)
-        offsets = torch.stack([own, own + (self._window or 0)]).unsqueeze(1)
-        table = torch.cat([torch.stack([found.lo, found.hi]), offsets], 1)
-        return SpanRanges(table, found.exact.all(0))
+        bounds, exact = self._keys(slice(None), self._spans.ends)
+        return SpanRanges(_ramps(bounds, (own, own + (self._window or 0))), exact.all(0))
 
     @cached_property
     def query_spans(self) -> SpanRanges:
@@ -129,30 +129,35 @@ class VisibleRanges:
         A range that only some queries of a span have counts as not exact.
         """
         own = self._spans.start_stored + 1
-        found = self._queries(slice(None), self._spans.ends)
+        bounds, exact = self._queries(slice(None), self._spans.ends)
         back = own - (self._window or 0)
-        table = torch.cat([found.bounds.permute(2, 0, 1), torch.stack([back, own, back, own]).unsqueeze(1)], 1)
-        rising = (found.bounds[1] >= found.bounds[0]).all(-1)
-        return SpanRanges(table, found.exact.all(0) & rising)
+        rising = (bounds[1] >= bounds[0]).all(-1)
+        return SpanRanges(_ramps(bounds, (back, own, back, own)), exact.all(0) & rising)
 
-    def _keys(self, span: Tensor | slice, within: Tensor) -> KeyRanges:
+    def _keys(self, span: Tensor | slice, within: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds lo, hi, int64 [..., 2], and whether they are exact, bool [...]."""
         spans = self._spans
         if self._window is None:
             hull = _global_keys(spans, span, within)
         else:
             hull = _window_keys(spans, span, within, self._window)
-        bounds, exact = hull.range(spans.sample[span] >= 0)
-        return KeyRanges(bounds[..., 0], bounds[..., 1], exact)
+        return hull.range(spans.real[span])
 
-    def _queries(self, span: Tensor | slice, within: Tensor) -> QueryRanges:
+    def _queries(self, span: Tensor | slice, within: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds lo₀, hi₀, lo₁, hi₁, int64 [..., 4], and whether they are exact, bool [...]."""
         spans = self._spans
         if self._window is None:
             hulls = _global_queries(spans, span, within)
         else:
             hulls = _window_queries(spans, span, within, self._window)
-        real = (spans.sample[span] >= 0).expand_as(within)
-        (first, one), (second, other) = (hull.range(real) for hull in hulls)
-        return QueryRanges(torch.cat([first, second], -1), one & other)
+        bounds, exact = _Hull.stack(*hulls).range(spans.real[span].unsqueeze(-1))
+        return bounds.flatten(-2), exact.all(-1)
+
+
+def _ramps(bounds: Tensor, offsets: Sequence[Tensor]) -> Tensor:
+    """The table of `SpanRanges`, from the bounds of each span's first and last token, int64 [2, spans, bounds], and the
+    offset of each bound."""
+    return torch.cat([bounds.permute(2, 0, 1), torch.stack(list(offsets)).unsqueeze(1)], 1)
 
 
 _FAR = 1 << 40
@@ -182,6 +187,12 @@ class _Hull:
         """Sets that are not empty."""
         return cls(torch.stack(torch.broadcast_tensors(lo, -hi), -1), count)
 
+    @classmethod
+    def stack(cls, *hulls: _Hull) -> _Hull:
+        """Sets side by side, on a new last dimension."""
+        ends, counts = ([getattr(hull, part) for hull in hulls] for part in ("ends", "count"))
+        return cls(torch.stack(torch.broadcast_tensors(*ends), -2), torch.stack(torch.broadcast_tensors(*counts), -1))
+
     def union(self, other: _Hull, twice: Tensor | int = 0) -> _Hull:
         """The union with a set that ``twice`` tokens belong to as well."""
         return _Hull(torch.minimum(self.ends, other.ends), self.count + other.count - twice)
@@ -197,9 +208,9 @@ class _Hull:
     def range(self, real: Tensor) -> tuple[Tensor, Tensor]:
         """Where ``real`` holds, lo and hi, int64 [..., 2], equal for the empty set; and whether there is no other token
         between them."""
-        seen = (self.count != 0) & real
-        ends = self.ends * seen.unsqueeze(-1)
-        return ends.abs(), self.count * seen + ends.sum(-1) == 0
+        count = self.count * real
+        ends = self.ends * (count != 0).unsqueeze(-1)
+        return ends.abs(), count + ends.sum(-1) == 0
 
 
 class _Spans:
@@ -208,7 +219,7 @@ class _Spans:
     def __init__(self, storage: Storage) -> None:
         table = storage.table
         self.storage = storage
-        self.sample, self.seg, self.noise = table.sample, table.seg, table.noise >= 0
+        self.real, self.seg, self.noise = table.sample >= 0, table.seg, table.noise >= 0
         self.start, self.length, self.stop = table.start, table.length, table.stop
         self.start_stored = storage.offset
         self.own = _Hull.of(storage.offset, storage.offset + table.length, table.length)
@@ -242,35 +253,29 @@ class _Spans:
         return self.storage.apart | self.noise
 
     @cached_property
-    def _in_sample(self) -> list[_Hull]:
-        """The later spans of each span's sample, its earlier ones in sequence order, and its earlier ones behind, the
-        last two without noise."""
-        place = torch.arange(len(self.seg), device=self.seg.device)
-        everyone = torch.ones_like(self.noise)
-        members = torch.stack([everyone, ~self.behind, self.behind & ~self.noise])
-        return self._running(members, self.ordinal, torch.stack([place.flip(0), place, place]))
-
-    @cached_property
-    def _in_group(self) -> list[_Hull]:
-        """The earlier and the later spans of each span's group."""
-        members = torch.ones_like(self.noise).expand(2, -1)
-        return self._running(members, self.group, torch.stack([self.by_group, self.by_group.flip(0)]))
+    def _neighbours(self) -> list[_Hull]:
+        """Of each span's group the earlier spans, and the later ones; of its sample the later spans, the earlier ones
+        in sequence order, and the earlier ones behind, the last two without noise."""
+        place, everyone = torch.arange(len(self.seg), device=self.seg.device), torch.ones_like(self.noise)
+        order = torch.stack([self.by_group, self.by_group.flip(0), place.flip(0), place, place])
+        members = torch.stack([everyone, everyone, everyone, ~self.behind, self.behind & ~self.noise])
+        return self._running(members, torch.stack([self.group] * 2 + [self.ordinal] * 3), order)
 
     def _running(self, members: Tensor, by: Tensor, order: Tensor) -> list[_Hull]:
         """The hulls of the members before each span among the spans with an equal ``by``.
 
         Args:
             members: bool [hulls, spans].
-            by: int64 [spans].
+            by: int64 [hulls, spans].
             order: int64 [hulls, spans], the spans in an order in which equal values of ``by`` are neighbours.
         """
-        key = by[order]
+        key = by.gather(1, order)
         fresh = torch.ones_like(members)
         torch.ne(key[:, 1:], key[:, :-1], out=fresh[:, 1:])
         hull = _Hull(self.own.ends[order], self.own.count[order]).where(members.gather(1, order))
         # Scans run over all spans at once: a shift per group keeps earlier groups from mattering.
-        shift = (fresh.long().cumsum(1) * (4 * _FAR // max(len(by), 1))).unsqueeze(-1)
-        ends = -running_max((shift - hull.ends).movedim(-1, 0)).movedim(0, -1) + shift
+        shift = (fresh.cumsum(1) * (4 * _FAR // max(by.shape[1], 1))).unsqueeze(-1)
+        ends = shift - running_max((shift - hull.ends).movedim(-1, 0)).movedim(0, -1)
         total = hull.count.cumsum(1)
         base = running_max((total - hull.count) * fresh)
         hull = _Hull(ends.roll(1, 1), total.roll(1, 1) - base)
@@ -281,7 +286,7 @@ class _Spans:
         )
         return [found.take(number) for number in range(len(members))]
 
-    @property
+    @cached_property
     def ends(self) -> Tensor:
         """The places of each span's first and last token, int64 [2, spans]."""
         return torch.stack([torch.zeros_like(self.length), self.length - 1])
@@ -289,17 +294,17 @@ class _Spans:
     @property
     def later(self) -> _Hull:
         """The later spans of each span's sample."""
-        return self._in_sample[0]
+        return self._neighbours[2]
 
     @property
     def mates_before(self) -> _Hull:
         """The earlier spans of each span's group."""
-        return self._in_group[0]
+        return self._neighbours[0]
 
     @property
     def mates_after(self) -> _Hull:
         """The later spans of each span's group."""
-        return self._in_group[1]
+        return self._neighbours[1]
 
     @cached_property
     def whole_group(self) -> _Hull:
@@ -309,7 +314,7 @@ class _Spans:
     @property
     def main_and_behind(self) -> tuple[tuple[Tensor, _Hull], tuple[Tensor, _Hull]]:
         """The spans stored in sequence order, then noise and what is set apart, each with its visible earlier ones."""
-        _, main, other = self._in_sample
+        *_, main, other = self._neighbours
         return (~self.behind, main), (self.behind, other)
 
     def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,9 +349,9 @@ class _Spans:
         group = self.group[span]
         wanted = group * (self.storage.layout.tokens + 1) + position
         at = torch.searchsorted(self._starts_by_group, wanted, right=True) - 1
-        found = self.by_group[at.clamp(min=0)]
+        found = self.by_group[at.clamp_(min=0)]
         inside = (position - self.start[found]).clamp_(min=0).minimum(self.length[found])
-        return (self.mates_before.count[found] + inside) * ((at >= 0) & (self.group[found] == group))
+        return (self.mates_before.count[found] + inside) * (self.group[found] == group)
 
 
 def _global_keys(spans: _Spans, span: Tensor | slice, within: Tensor) -> _Hull:

@@ -17,20 +17,21 @@ from marble.mask.storage import Storage
 from marble.mask.vectors import take
 
 
-def expand(start: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Every (interval, member) of the intervals of ``count`` members from ``start``, int64 [members] each.
+def expand(start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """Every (interval, member) of the intervals from ``start`` to ``stop``, which is not below, int64 [members] each.
 
     Example:
-        >>> expand(torch.tensor([5, 9]), torch.tensor([2, 1]))
+        >>> expand(torch.tensor([5, 9]), torch.tensor([7, 10]))
         (tensor([0, 0, 1]), tensor([5, 6, 9]))
     """
+    count = stop - start
     owner = torch.repeat_interleave(count)
-    shift = start - (count.cumsum(0) - count)
+    shift = stop - count.cumsum(0)
     return owner, torch.arange(len(owner), device=owner.device) + shift.index_select(0, owner)
 
 
-def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Numbers that the host knows, int64 [values], on a device that is not waited for."""
+def numbers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Numbers that the host knows, int64, on a device that is not waited for."""
     return torch.tensor(values, dtype=torch.int64, device=CPU).to(device, non_blocking=True)
 
 
@@ -81,6 +82,8 @@ class Shard:
 
     def before(self, positions: Tensor) -> Tensor:
         """How many of the shard's tokens lie before each storage position, int64 [...]."""
+        if len(self.start) == 1:
+            return positions.clamp(self.start, self.stop) - self.start
         stretch = torch.searchsorted(self.start, positions)
         offset, stop = (column.take(stretch) for column in self._before)
         return torch.minimum(positions, stop) + offset
@@ -135,7 +138,7 @@ class Blocks:
             span = torch.arange(len(storage.stored_start), device=storage.device)
             shard = Shard.of_interval(0, storage.layout.tokens, storage.device)
             start = storage.stored_start
-            return cls._at_blocks((shard,), storage, block, span, start, start + storage.stored_length, start)
+            return cls._at_blocks((shard,), storage, block, span, start, storage.stored_stop, start)
 
         return cls._kept(storage, (block, "whole"), make)
 
@@ -173,11 +176,10 @@ class Blocks:
         start, stop = (torch.cat([getattr(shard, side) for shard in shards]) for side in ("start", "stop"))
         row = torch.cat([shard.row + at * block for shard, at in zip(shards, first, strict=True)])
         spans = torch.searchsorted(borders, start, right=True) - 1
-        stretch, span = expand(spans, torch.searchsorted(borders, stop) - spans)
+        stretch, span = expand(spans, torch.searchsorted(borders, stop))
         start, stop, row = take(torch.stack([start, stop, row]), stretch)
-        border = borders.index_select(0, span)
-        low = torch.maximum(start, border)
-        high = torch.minimum(stop, border + storage.stored_length.index_select(0, span))
+        low = torch.maximum(start, borders.index_select(0, span))
+        high = torch.minimum(stop, storage.stored_stop.index_select(0, span))
         return cls._at_blocks(shards, storage, block, span, low, high, row + low - start)
 
     @classmethod
@@ -201,11 +203,11 @@ class Blocks:
             if shard.rows % block:
                 length[last - 1] = shard.rows % block
         end = row + high - low
-        low_block = row // block
-        piece, of = expand(low_block, (end - 1) // block + 1 - low_block)
+        piece, of = expand(row // block, (end + (block - 1)) // block)
         row, end, start, span = take(torch.stack([row, end, low, span]), piece)
-        at = torch.maximum(row, of * block)
-        rows = torch.minimum(end, (of + 1) * block) - at
+        first = of * block
+        at = torch.maximum(row, first)
+        rows = torch.minimum(end, first + block) - at
         start += at - row
         return cls(
             block,
@@ -215,13 +217,25 @@ class Blocks:
             storage.span_order.index_select(0, span),
             start - borders.index_select(0, span),
             start,
-            at - of * block,
+            at - first,
             rows,
             of,
         )
 
     def __len__(self) -> int:
         return self.base[-1]
+
+    @cached_property
+    def shard_of(self) -> Tensor:
+        """The shard of each block, int64 [blocks]."""
+        counts = numbers(self.base, self.of.device).diff()
+        return torch.repeat_interleave(counts, output_size=len(self))
+
+    @cached_property
+    def place(self) -> Tensor:
+        """Each block's place in its shard, int64 [blocks]."""
+        base = numbers(self.base, self.of.device)
+        return torch.arange(len(self), device=base.device) - base.index_select(0, self.shard_of)
 
     @cached_property
     def ptr(self) -> Tensor:

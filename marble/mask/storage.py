@@ -58,17 +58,21 @@ class Storage:
     @cached_property
     def stored_start(self) -> Tensor:
         """First storage position of each span as it is stored, int64 [spans], rising from 0."""
-        return self.stored_length.cumsum(0) - self.stored_length
+        return self.stored_stop - self._stored_length
 
     @cached_property
-    def stored_length(self) -> Tensor:
-        """Tokens of each span as it is stored, int64 [spans]."""
+    def stored_stop(self) -> Tensor:
+        """One past the last storage position of each span as it is stored, int64 [spans]."""
+        return self._stored_length.cumsum(0)
+
+    @cached_property
+    def _stored_length(self) -> Tensor:
         return self.table.length[self.span_order]
 
     @cached_property
     def span(self) -> Tensor:
         """The span of each stored token, int64 [tokens]."""
-        return torch.repeat_interleave(self.span_order, self.table.length[self.span_order])
+        return torch.repeat_interleave(self.span_order, self._stored_length)
 
     @cached_property
     def within(self) -> Tensor:

@@ -72,10 +72,9 @@ class StoredMask:
         queries = self._queries(rows, keys)
         pairing = Pairing(self.mask, lambda: self.tracks, queries, keys)
         runs, parts = pairing.classify()
-        key, query = parts.T.contiguous()
-        by_key = partial(predicates, keys, queries, (key, query), pairing.legal_by_key)
+        by_key = partial(predicates, keys, queries, parts, pairing.legal_by_key)
         # The orientations are independent: many tiles on a CPU are resolved on two threads.
-        if parts.device.type == "cpu" and len(parts) >= _MANY:
+        if parts.device.type == "cpu" and parts.shape[1] >= _MANY:
             with ThreadPoolExecutor(1) as pool:
                 job = pool.submit(by_key)
                 by_query = _by_query(pairing, runs, parts)
@@ -110,7 +109,7 @@ class StoredMask:
             if len(left):
                 pairing = Pairing(self.mask, lambda: self.tracks, self._side([shard], block, keys=False), keys)
                 for tiles in pairing.by_summaries(left):
-                    found[tiles[:, 0]] = True
+                    found[tiles[0]] = True
         return answer
 
     def work(self, block: int) -> Tensor:
@@ -124,10 +123,10 @@ class StoredMask:
             one = torch.ones_like(first)
             change.index_add_(0, first, one).index_add_(0, last, one, alpha=-1)
         if len(left) or pairing.keys.ranges is None:
-            runs, parts = pairing.by_summaries(left)
-            first, last = runs[:, 1], runs[:, 1] + runs[:, 2]
+            (_, first, count), (_, query) = pairing.by_summaries(left)
+            last = first + count
             change += torch.bincount(first, minlength=len(change)) - torch.bincount(last, minlength=len(change))
-            found = torch.bincount(parts[:, 1], minlength=len(change))
+            found = torch.bincount(query, minlength=len(change))
             return change.cumsum(0)[:-1] + found[:-1]
         return change.cumsum(0)[:-1]
 
@@ -149,14 +148,14 @@ def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:
     """Runs and parts by key block as lists by query block, one per key shard."""
     keys, queries = pairing.keys, pairing.queries
     # By query, the outer blocks are the query blocks once per key shard.
-    count, base = len(queries.blocks), numbers(keys.blocks.base, runs.device)
-    shard_of = torch.repeat_interleave(base.diff(), output_size=len(keys.blocks))
-    runs = _transpose(runs, shard_of, base, count)
-    label = shard_of.index_select(0, parts[:, 0]) * count + parts[:, 1]
-    order = torch.argsort(label * len(keys.blocks) + parts[:, 0])
-    label, key, query = take(torch.stack([label, *parts.unbind(1)]), order)
-    slots = predicates(queries, keys, (query, key), pairing.legal)
-    parts = torch.stack([label, key - base.index_select(0, shard_of.index_select(0, key))], 1)
+    count = len(queries.blocks)
+    runs = _transpose(runs, keys.blocks, count)
+    key, query = parts
+    label = keys.blocks.shard_of.index_select(0, key) * count + query
+    order = torch.argsort(label * len(keys.blocks) + key)
+    tiles = take(torch.stack([label, query, key]), order)
+    slots = predicates(queries, keys, tiles[1:], pairing.legal)
+    parts = torch.stack([tiles[0], keys.blocks.place.index_select(0, tiles[2])])
     return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs, parts, slots)
 
 
@@ -165,48 +164,42 @@ def _lists(
 ) -> list[TileList]:
     """Tile lists of the outer blocks from ``base[i]`` to ``base[i + 1]``, for runs and parts sorted by outer block."""
     slots, ranges, bits = predicates
-    ptr = torch.stack([pointers(entries[:, 0], base[-1]) for entries in (runs, parts)])
-    ends = numbers(base, ptr.device)
-    cuts = take(ptr, ends)
-    # Each list counts from its own first entry. Neighbouring lists share a pointer: one ends where the next begins.
-    sizes = ends.diff() + 1
-    total = base[-1] + len(base) - 1
-    number = torch.repeat_interleave(sizes, output_size=total)
-    at = torch.arange(total, device=ptr.device) - number
-    relative = (take(ptr, at) - take(cuts, number)).int()
-    runs, parts = runs[:, 1:].int(), torch.stack([parts[:, 1], slots], 1).int()
-    pieces = [[high - low + 1 for low, high in itertools.pairwise(base)]]
-    run_cuts, part_cuts = cuts.tolist()
-    sizes_of = [[high - low for low, high in itertools.pairwise(cut)] for cut in (run_cuts, part_cuts)]
+    counts = [high - low for low, high in itertools.pairwise(base)]
+    # Each list counts from its own first entry; behind its end, its pointers repeat the last.
+    first, last = numbers([base[:-1], base[1:]], runs.device).unsqueeze(2)
+    at = torch.minimum(first + torch.arange(max(counts) + 1, device=runs.device), last)
+    ptr = torch.stack([pointers(entries[0], base[-1])[at] for entries in (runs, parts)])
+    run_ptr, part_ptr = relative = (ptr - ptr[:, :, :1]).int()
+    run_counts, part_counts = relative[:, :, -1].tolist()
     columns = (
-        relative[0].split(*pieces),
-        runs.split(sizes_of[0]),
-        relative[1].split(*pieces),
-        parts.split(sizes_of[1]),
+        [row[: count + 1] for row, count in zip(run_ptr, counts, strict=True)],
+        torch.stack([runs[1], runs[2]], 1).int().split(run_counts),
+        [row[: count + 1] for row, count in zip(part_ptr, counts, strict=True)],
+        torch.stack([parts[1], slots], 1).int().split(part_counts),
     )
     return [TileList(*column, ranges, bits) for column in zip(*columns, strict=True)]
 
 
-def _transpose(runs: Tensor, shard_of: Tensor, base: Tensor, queries: int) -> Tensor:
+def _transpose(runs: Tensor, keys: Blocks, queries: int) -> Tensor:
     """Runs (key block, first query block, blocks) as runs (label, first key block of the shard, blocks), sorted.
 
     A label stands for a key shard and a query block, and a transposed run stays in its shard. It begins at the key
     block whose runs hold a query block that its predecessor's do not, and ends where the successor's do not. Only
     those borders are enumerated, so the cost is the number of runs on both sides.
     """
-    key, start, stop = runs[:, 0], runs[:, 1], runs[:, 1] + runs[:, 2]
-    shards, keys = len(base) - 1, len(shard_of)
-    group = key + shard_of.index_select(0, key) + 1  # a gap between shards
-    side, run, low, high = _without(group, keys + shards, start, stop)
-    owner, query = expand(low, high - low)
-    key, side = (column.index_select(0, owner) for column in (key.index_select(0, run), side))
-    label = shard_of.index_select(0, key) * queries + query
+    key, start, count = runs
+    shards = len(keys.shards)
+    group = key + keys.shard_of.index_select(0, key) + 1  # a gap between shards
+    side, run, low, high = _without(group, len(keys) + shards, start, start + count)
+    owner, query = expand(low, high)
+    key, side = take(torch.stack([key.index_select(0, run), side]), owner)
+    label = keys.shard_of.index_select(0, key) * queries + query
     # As many runs begin as end: both in order of label and key, first all that begin.
-    order = torch.argsort((side * (shards * queries) + label) * keys + key)
+    order = torch.argsort((side * (shards * queries) + label) * len(keys) + key)
     label, key = take(torch.stack([label, key]), order)
-    count = len(order) // 2
-    label, first, last = label[:count], key[:count], key[count:]
-    return torch.stack([label, first - base.index_select(0, shard_of.index_select(0, first)), last - first + 1], 1)
+    half = len(order) // 2
+    label, first, last = label[:half], key[:half], key[half:]
+    return torch.stack([label, keys.place.index_select(0, first), last - first + 1])
 
 
 def _without(group: Tensor, most: int, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

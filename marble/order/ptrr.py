@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,31 +36,31 @@ def ptrr(costs: Tensor, ranks: int) -> Tensor:
         >>> ptrr(torch.tensor([1, 2, 3, 4, 5, 6]), 2).tolist()
         [1, 0, 0, 1, 1, 0]
     """
-    work = np.atleast_2d(costs.double().cpu().numpy())
+    work = np.atleast_2d(costs.cpu().numpy())
     unit = 1 / np.maximum(work.sum(1), 1)
     by_cost = _falling(work, unit)
     rounds = -(-len(by_cost) // ranks)
-    padded = np.zeros((len(work), rounds * ranks))
-    padded[:, : len(by_cost)] = work[:, by_cost]
-    hands = padded.reshape(len(work), rounds, ranks)
+    padded = np.zeros((len(work), rounds * ranks), dtype=work.dtype)
+    np.take(work, by_cost, 1, out=padded[:, : len(by_cost)])
     # Only rounds of unequal costs depend on one another. They are small: plain lists are faster than arrays.
-    uneven = (hands.max(2) > hands.min(2)).any(0)
+    change = np.flatnonzero((padded[:, 1:] != padded[:, :-1]).any(0)) + 1
+    uneven = np.unique(change[change % ranks > 0] // ranks)
     seats = (np.arange(rounds)[:, None] + np.arange(ranks)) % ranks
-    greedy = _greedy(hands[:, uneven].swapaxes(0, 1).tolist(), unit.tolist(), ranks)
-    if greedy:
-        seats[uneven] = greedy
+    hands = padded.reshape(len(work), rounds, ranks)[:, uneven]
+    if len(uneven):
+        seats[uneven] = _greedy(hands.swapaxes(0, 1).tolist(), unit.tolist(), ranks)
     rank_of = np.empty(len(by_cost), dtype=np.int64)
     rank_of[by_cost] = seats.flatten()[: len(by_cost)]
     return torch.from_numpy(rank_of)
 
 
-def _falling(work: NDArray[np.float64], unit: NDArray[np.float64]) -> NDArray[np.int64]:
+def _falling(work: NDArray[Any], unit: NDArray[np.float64]) -> NDArray[np.int64]:
     """The blocks by falling cost, which is ``unit @ work``; equal ones in their own order."""
-    sizes = work.max(1, initial=0).astype(np.int64) + 1
-    if np.prod(sizes.astype(np.float64)) > 1 << 16 or (work != work.round()).any():
+    sizes = work.max(1, initial=0) + 1
+    if work.dtype.kind == "f" or np.prod(sizes.astype(np.float64)) > 1 << 16:
         return np.argsort(-(unit @ work), kind="stable")
     # Few costs are different, and NumPy sorts short integers, here the places of the costs, by radix.
-    code = np.ravel_multi_index(tuple(work.astype(np.int64)), tuple(sizes))
+    code = np.ravel_multi_index(tuple(work), tuple(sizes))
     used = np.flatnonzero(np.bincount(code, minlength=1))
     place = np.zeros(used.max(initial=0) + 1, dtype=np.uint16)
     place[used] = np.unique(-(unit @ np.stack(np.unravel_index(used, tuple(sizes)))), return_inverse=True)[1]
@@ -77,7 +79,8 @@ def _greedy(rounds: list[list[list[float]]], unit: list[float], ranks: int) -> l
         seat = sorted(range(ranks), key=loads[kind].__getitem__)
         if len(loads) > 1:  # blocks of one kind fall in cost already
             by_cost = sorted(range(ranks), key=costs[kind].__getitem__, reverse=True)
-            seat = [rank for _, rank in sorted(zip(by_cost, seat, strict=True))]
+            for place, rank in zip(by_cost, tuple(seat), strict=True):
+                seat[place] = rank
         for load, costs_of in zip(loads, costs, strict=True):
             for rank, cost in zip(seat, costs_of, strict=True):
                 load[rank] += cost

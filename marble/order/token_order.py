@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from marble.layout import CPU
 from marble.mask.shards import Shard, expand
 from marble.mask.storage import Storage
 
@@ -33,12 +32,12 @@ class TokenOrder:
     pieces: Tensor
 
     def __post_init__(self) -> None:
-        start, stop, rank = self.pieces.T
+        start, stop, rank = self._columns
         tokens = self.storage.layout.tokens
-        gapless = start[0] == 0 and stop[-1] == tokens and bool((start[1:] == stop[:-1]).all())
-        if not gapless or not bool((start < stop).all()):
+        gapless = start[0] == 0 and stop[-1] == tokens and (start[1:] == stop[:-1]).all()
+        if not gapless or not (start < stop).all():
             raise ValueError(f"order: pieces must cover the {tokens} stored tokens once, in rising order")
-        if int(rank.min()) < 0 or int(rank.max()) >= self.world:
+        if rank.min() < 0 or rank.max() >= self.world:
             raise ValueError(f"order: pieces must belong to ranks 0 to {self.world - 1}")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,16 +46,14 @@ class TokenOrder:
     @classmethod
     def of_blocks(cls, name: str, storage: Storage, world: int, ranks: Tensor, block: int) -> TokenOrder:
         """Blocks of ``block`` stored tokens, block i on rank ``ranks[i]``; neighbours on one rank become one piece."""
-        tokens = storage.layout.tokens
-        rank, count = torch.unique_consecutive(ranks, return_counts=True)
-        stop = (count.cumsum(0) * block).clamp(max=tokens)
-        start = torch.cat([stop.new_zeros(1), stop[:-1]])
-        return cls(name, storage, world, torch.stack([start, stop, rank], 1))
+        rank = ranks.numpy()
+        first = np.flatnonzero(np.append(True, rank[1:] != rank[:-1]))
+        return cls(name, storage, world, _pieces(first * block, storage.layout.tokens, rank[first]))
 
     def split(self, parts: int) -> TokenOrder:
         """Every rank's tokens cut into ``parts`` even parts for neighbouring ranks: rank r's are the ranks r · parts
         and following. Parts differ by one token at most."""
-        start, stop, _ = self.pieces.numpy().T
+        start, stop, _ = self._columns
         # Rows count over the tokens of all ranks, rank after rank; every part begins at a row.
         length, lengths = (stop - start)[self._rank_order], np.array(self.lengths)
         row = length.cumsum() - length
@@ -73,8 +70,7 @@ class TokenOrder:
         order = np.argsort(cut_at)
         place = np.searchsorted(start, cut_at[order])
         low, rank = np.insert(start, place, cut_at[order]), np.insert(rank, place, part[inside][order])
-        pieces = torch.from_numpy(np.stack([low, np.append(low[1:], stop[-1:]), rank], 1))
-        return TokenOrder(self.name, self.storage, self.world * parts, pieces)
+        return TokenOrder(self.name, self.storage, self.world * parts, _pieces(low, stop[-1], rank))
 
     def segments(self, rank: int) -> Tensor:
         """A rank's pieces, int64 [its pieces, 2] of (first storage position, one past the last), rising."""
@@ -83,23 +79,28 @@ class TokenOrder:
     def shard(self, rank: int) -> Tensor:
         """Storage positions of a rank's tokens, int64 [its tokens]."""
         shard = self.shards[rank]
-        return expand(shard.start, shard.stop - shard.start)[1]
+        return expand(shard.start, shard.stop)[1]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Every rank's tokens, as stretches of the storage order."""
-        start, stop, rank = self.pieces[torch.from_numpy(self._rank_order)].T
-        length, lengths = stop - start, torch.tensor(self.lengths, device=CPU)
-        row = length.cumsum(0) - length - (lengths.cumsum(0) - lengths)[rank]
-        columns = torch.stack([start, stop, row]).to(self.storage.device, non_blocking=True)
-        counts = torch.bincount(rank, minlength=self.world).tolist()
+        start, stop, rank = (column[self._rank_order] for column in self._columns)
+        length, lengths = stop - start, np.array(self.lengths)
+        row = length.cumsum() - length - (lengths.cumsum() - lengths)[rank]
+        columns = torch.from_numpy(np.stack([start, stop, row])).to(self.storage.device, non_blocking=True)
+        counts = np.bincount(rank, minlength=self.world).tolist()
         parts = zip(*(column.split(counts) for column in columns), self.lengths, strict=True)
         return tuple(Shard(*part) for part in parts)
 
     @cached_property
+    def _columns(self) -> tuple[NDArray[np.int64], ...]:
+        """The columns of ``pieces``: many steps over them are small, and NumPy takes small steps sooner."""
+        return tuple(self.pieces.numpy().T)
+
+    @cached_property
     def _rank_order(self) -> NDArray[np.int64]:
         """The pieces, rank after rank."""
-        rank = self.pieces[:, 2].numpy().astype(np.min_scalar_type(self.world))  # NumPy sorts short integers by radix
+        rank = self._columns[2].astype(np.min_scalar_type(self.world))  # NumPy sorts short integers by radix
         return np.argsort(rank, kind="stable")
 
     def index(self, rank: int) -> Tensor:
@@ -109,5 +110,10 @@ class TokenOrder:
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of every rank."""
-        start, stop, rank = self.pieces.T
-        return tuple(stop.new_zeros(self.world).index_add_(0, rank, stop - start).tolist())
+        start, stop, rank = self._columns
+        return tuple(np.bincount(rank, stop - start, self.world).astype(int).tolist())
+
+
+def _pieces(start: NDArray[np.int64], stop: int, rank: NDArray[np.int64]) -> Tensor:
+    """Pieces from where each begins, where the last one stops, and their ranks."""
+    return torch.from_numpy(np.stack([start, np.append(start[1:], stop), rank])).T

@@ -35,11 +35,11 @@ def test_every_query_head_reads_its_own_key_head(split: HeadSplit) -> None:
         sources = [split.source(part, head) for head in range(split.inner_kv_heads)]
         for inner, head in enumerate(range(*split.queries(part))):
             assert sources[inner // split.group] == head // (split.heads // split.kv_heads)
-        assert [head for inner, heads in split.keys(part) for head in range(*heads)] == sources, (
+        assert [head for inner, heads in split.keys[part] for head in range(*heads)] == sources, (
             "the stretches are the heads one by one"
         )
-        assert [head for inner, _ in split.keys(part) for head in range(*inner)] == list(range(len(sources)))
-        gradients = split.gradients(part)
+        assert [head for inner, _ in split.keys[part] for head in range(*inner)] == list(range(len(sources)))
+        gradients = split.gradients[part]
         assert [at for _, at, _ in gradients] == sources
         seen += [at for _, at, copy in gradients if copy is None]
         places += [copy for _, _, copy in gradients if copy is not None]

@@ -145,18 +145,17 @@ def test_range_words_of_tiles(block: int, window: int | None) -> None:
         )
         pairing = Pairing(mask.mask, lambda tracks=mask.tracks: tracks, queries, keys)
         _, parts = pairing.classify()
-        key, query = parts.T.contiguous()
         for outer, inner, tiles in (
-            (keys, queries, (key, query)),
-            (queries, keys, (query, key)),
+            (keys, queries, parts),
+            (queries, keys, parts.flip(0)),
         ):
-            if not outer.complete or not len(parts):
+            if not outer.complete or not parts.shape[1]:
                 continue
             assert outer.ranges is not None
             found, label = words.range_words(
                 *(_moved(side.blocks) for side in (outer, inner)),
                 outer.ranges.table.to(DEVICE),
-                torch.stack(tiles).to(DEVICE),
+                tiles.to(DEVICE),
             )
             slots, ranges, _ = predicates(outer, inner, tiles, pairing.legal)
             assert torch.equal(found.cpu(), ranges[slots])

@@ -84,7 +84,8 @@ class Exchange:
     def runs(self, owner: int, reader: int) -> list[tuple[int, int]]:
         """The row ranges of the owner's shard that the reader fetches."""
         if (owner, reader) not in self._runs:
-            self._runs[owner, reader] = stretches(self.seen[owner][reader], self.block, self.tokens[owner])
+            seen = self.seen[owner][reader].cpu().numpy()
+            self._runs[owner, reader] = stretches(seen, self.block, self.tokens[owner])
         return self._runs[owner, reader]
 
     @cached_property

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from marble.compose.schedule import Rows
-from marble.kernels.contract import TileList, Tiles, Touch
-from marble.mask.shards import numbers
+from marble.kernels.contract import Tiles, Touch
 
 
 def whole_blocks(rows: int, block: int) -> int:
@@ -19,11 +18,10 @@ def whole_blocks(rows: int, block: int) -> int:
     return -(-rows // block) * block
 
 
-def stretches(chosen: Tensor, block: int, rows: int) -> list[tuple[int, int]]:
+def stretches(chosen: NDArray[np.bool_], block: int, rows: int) -> list[tuple[int, int]]:
     """The row ranges of neighbouring chosen blocks, bool [blocks], of a shard with ``rows`` rows."""
-    edges = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1)).diff()
-    starts, stops = ((edges == sign).nonzero().flatten() * block for sign in (1, -1))
-    return list(zip(starts.tolist(), stops.clamp(max=rows).tolist(), strict=True))
+    edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * block
+    return list(zip(edges[::2].tolist(), np.minimum(edges[1::2], rows).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,23 +47,17 @@ def flag_touches(calls: Sequence[Tiles]) -> Touches:
     Args:
         calls: in the order in which they run, all over the same query rows.
     """
-    busy = _visited([call.by_query for call in calls]) > 0
-    order = busy.long().cumsum(0)
+    # Which calls touch a block is asked of the device once; the host does the rest, in few and small steps.
+    entries = torch.stack([ptr for call in calls for ptr in (call.by_query.run_ptr, call.by_query.part_ptr)])
+    some = (entries.diff() > 0).cpu().numpy()
+    busy = some[::2] | some[1::2]
+    order = busy.cumsum(0)
     first, last = busy & (order == 1), busy & (order == order[-1:])
-    flags = (first * int(Touch.FIRST) + last * int(Touch.LAST)).to(torch.uint8)
-    # One copy to the host answers all that is asked there.
-    asked = torch.cat([busy.any(1), (busy & ~(first & last)).any(1), ~busy.any(0)]).cpu()
-    some, carries, idle = asked.split([len(calls), len(calls), len(asked) - 2 * len(calls)])
+    flags = torch.from_numpy((first * Touch.FIRST + last * Touch.LAST).astype(np.uint8))
+    flags = flags.to(entries.device, non_blocking=True)
     block, rows = calls[0].block, calls[0].query_rows
-    untouched = (Rows(name, start, stop) for start, stop in stretches(idle, block, rows) for name in ("out", "lse"))
+    idle = stretches(order[-1] == 0, block, rows)
+    untouched = (Rows(name, start, stop) for start, stop in idle for name in ("out", "lse"))
     flagged = [replace(call, touch=flag) for call, flag in zip(calls, flags, strict=True)]
-    return Touches(flagged, some.tolist(), carries.tolist(), tuple(untouched))
-
-
-def _visited(lists: Sequence[TileList]) -> Tensor:
-    """Visited tiles of each outer block, int64 [lists, outer], for lists with equally many outer blocks."""
-    base = [0, *itertools.accumulate(len(tiles.runs) for tiles in lists)]
-    total = torch.nn.functional.pad(torch.cat([tiles.runs[:, 1] for tiles in lists]).cumsum(0), (1, 0))
-    ptr = torch.stack([tiles.run_ptr for tiles in lists])
-    full = total[ptr + numbers(base[:-1], ptr.device).unsqueeze(1)].diff(dim=1)
-    return full + torch.stack([tiles.part_ptr for tiles in lists]).diff(dim=1)
+    computes, carries = ([bool(row.any()) for row in each] for each in (busy, busy & ~(first & last)))
+    return Touches(flagged, computes, carries, tuple(untouched))

@@ -79,24 +79,25 @@ class HeadSplit:
         """The layer's key/value head that a rank's key/value head ``head`` is a copy of."""
         return (part * self.inner_heads + head * self.group) // (self.heads // self.kv_heads)
 
-    def keys(self, part: int) -> list[Stretch]:
-        """Stretches (inner heads, heads of the layer) of a rank's key/value heads."""
-        return _stretches([(head, self.source(part, head)) for head in range(self.inner_kv_heads)])
+    @cached_property
+    def keys(self) -> list[list[Stretch]]:
+        """Per rank the stretches (inner heads, heads of the layer) of its key/value heads."""
+        return [_stretches([(head, at) for head, at, _ in heads]) for heads in self.gradients]
 
-    def gradients(self, part: int) -> list[tuple[int, int, int | None]]:
-        """For each of a rank's key/value heads (inner head, head of the layer, place among the copies).
+    @cached_property
+    def gradients(self) -> list[list[tuple[int, int, int | None]]]:
+        """Per rank for each of its key/value heads (inner head, head of the layer, place among the copies).
 
         The first copy of a head, over the ranks in order, has no place: it lands in the sum itself.
         """
         seen: set[int] = set()
-        found, place = [], 0
-        for other, head in itertools.product(range(part + 1), range(self.inner_kv_heads)):
-            at = self.source(other, head)
-            copy = place if at in seen else None
+        found: list[list[tuple[int, int, int | None]]] = [[] for _ in range(self.degree)]
+        place = 0
+        for part, head in itertools.product(range(self.degree), range(self.inner_kv_heads)):
+            at = self.source(part, head)
+            found[part].append((head, at, place if at in seen else None))
             place += at in seen
             seen.add(at)
-            if other == part:
-                found.append((head, at, copy))
         return found
 
 
@@ -181,7 +182,7 @@ class _Moves:
     def spread_keys(self) -> Iterator[Transfer]:
         """The same for keys and values."""
         for home, worker, part, rows in self.pairs:
-            for inner, heads in self.split.keys(part):
+            for inner, heads in self.split.keys[part]:
                 dst = Rows(f"{_INNER}kv", rows.start, rows.stop, inner)
                 yield Transfer(home, Rows("kv", 0, len(rows), heads), worker, dst)
 
@@ -194,7 +195,7 @@ class _Moves:
     def collect_keys(self) -> Iterator[Transfer]:
         """The same for the gradients of keys and values; copies land beside the first of their head."""
         for home, worker, part, rows in self.pairs:
-            found = self.split.gradients(part)
+            found = self.split.gradients[part]
             first = _stretches([(head, at) for head, at, copy in found if copy is None])
             copies = _stretches([(head, copy) for head, _, copy in found if copy is not None])
             for name, stretches in (("dkv", first), ("copies", copies)):
@@ -208,7 +209,7 @@ class _Moves:
         return tuple(
             Add(Rows("copies", 0, rows, (copy, copy + 1)), Rows("dkv", 0, rows, (at, at + 1)))
             for part in range(self.split.degree if rows else 0)
-            for _, at, copy in self.split.gradients(part)
+            for _, at, copy in self.split.gradients[part]
             if copy is not None
         )
 
