@@ -81,7 +81,7 @@ class NcclWires:
             raise ValueError("transport: 'nccl_rma': this NCCL has no one-sided transfers between these GPUs")
         self.lane = CudaLane(device)
         self.watchdog = Watchdog(_REMEDY, partial(watch_gpu, device))
-        self._arena = Arena(self._allocate)
+        self._arena = Arena(self._allocate, self._free)
         self._aborted = False
 
     def global_rank(self, peer: int) -> int:
@@ -130,3 +130,7 @@ class NcclWires:
         memory = torch.from_dlpack(self._core.mem_alloc(nbytes)).view(torch.uint8)
         self._window = self._communicator.register_window(memory, self._core.WindowFlag.COLL_SYMMETRIC)
         return memory
+
+    def _free(self, memory: Tensor) -> None:
+        del memory  # goes with its last reference, once no window shows it
+        self._window.close()

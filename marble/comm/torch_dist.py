@@ -44,12 +44,14 @@ class _Known:
         failure: why it can no longer be used, or None.
         agreed: digests that its ranks have found equal, oldest first. The same on all ranks, as they agree together.
         watchdogs: by GPU.
+        aborted: whether a watchdog ended all that is under way.
         arenas: memory for what moves, by device.
     """
 
     failure: TransportError | None = None
     agreed: dict[bytes, None] = field(default_factory=dict)
     watchdogs: dict[torch.device, Watchdog] = field(default_factory=dict)
+    aborted: bool = False
     arenas: dict[torch.device, Arena] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -211,9 +213,15 @@ class _Driver:
             waits = [self._wait(message) for _, message in self.pending]
             others = "".join(f", or rank {wait.peer}, {wait.transfer}" for wait in waits[1:])
             wait = replace(waits[0], transfer=waits[0].transfer + others)
-            awaited = Awaited(wait, stream.record_event(), self.group.abort)
+            awaited = Awaited(wait, stream.record_event(), self._abort)
             watchdog = _groups[self.group].watchdog(device)
             watchdog.watch(Pending(reached, (awaited,), timeout.total_seconds()))
+
+    def _abort(self) -> None:
+        known = _groups[self.group]
+        if not known.aborted:
+            known.aborted = True
+            self.group.abort()
 
     def _wait(self, message: _Message) -> Wait:
         direction = "to send" if message.call is dist.isend else "to receive"

@@ -1,4 +1,4 @@
-"""One-sided transfers without a GPU: threads or processes that share memory by files, each with a thread as its lane."""
+"""One-sided transfers without a GPU: threads or processes that share memory by files, each with a lane of its own."""
 
 import queue
 import threading

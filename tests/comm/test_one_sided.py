@@ -102,7 +102,7 @@ def pauses(seed: int) -> Callable[[], None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize(("schedule", "ulysses"), CASES)
 def test_bits_of_virtual_ranks(schedule: str, ulysses: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Layer after layer in the same inboxes, whatever their layout, and what the last layer or a stranger left there."""
+    """Layer after layer in the same inboxes, whatever their layout and what the last one left there."""
     plans = [plan_of(layout, schedule, ulysses) for layout in LAYOUTS]
     world = plans[0].world
 
