@@ -103,7 +103,7 @@ class Memory:
         low, high = rows.heads or (0, buffer.heads)
         return len(rows) * (high - low) * self.unit(buffer)
 
-    def packed(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def copy_of(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """The rows, heads first, and their packed copy."""
         buffer = self.buffers[rows.buffer]
         here = self.view(rows).movedim(_HEAD_DIM[buffer.kind], 0)
@@ -111,12 +111,12 @@ class Memory:
 
     def pack(self, rows: Rows) -> None:
         """See `marble.comm.transport.Room`."""
-        here, copy = self.packed(rows)
+        here, copy = self.copy_of(rows)
         copy.copy_(here)
 
     def unpack(self, rows: Rows) -> None:
         """See `marble.comm.transport.Room`."""
-        here, copy = self.packed(rows)
+        here, copy = self.copy_of(rows)
         here.copy_(copy)
 
     def view(self, rows: Rows) -> Tensor:

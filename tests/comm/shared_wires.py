@@ -74,6 +74,7 @@ class SharedWires:
         heedless: whether to write to others without waiting until their rows are free.
 
     Attributes:
+        sent: the values of what has been sent.
         unheeded: whether a signal was raised that had been raised before and not been taken down.
     """
 
@@ -88,6 +89,7 @@ class SharedWires:
     ) -> None:
         self.rank, self.timeout, self.heedless = rank, timeout, heedless
         self.unheeded = torch.tensor(False)
+        self.sent: list[int] = []
         self.lane, self.watchdog = ThreadLane(pause), Watchdog("Start again")
         names = [str(folder / str(peer)) for peer in range(world)]
         self.memories = [torch.from_file(f"{name}.room", True, ROOM, dtype=torch.uint8) for name in names]
@@ -110,6 +112,7 @@ class SharedWires:
             here, there = self.memories[self.rank][source:], self.memories[peer][target:]
             self.lane.enqueue(lambda here=here[:nbytes], there=there[:nbytes]: there.copy_(here))
         self.lane.enqueue(lambda: self.put(peer, Signal.FULL, value))
+        self.lane.enqueue(lambda: self.sent.append(value))
 
     def put(self, peer: int, signal: Signal, value: int) -> None:
         self.unheeded |= self.flags[peer][signal, self.rank] != 0

@@ -150,30 +150,43 @@ def test_soak(tmp_path: Path) -> None:
 
 
 class Late(ReferenceBackend):
-    """Takes its time for its second call."""
+    """Takes its time for its second call: a moment from when it says that it reads."""
 
-    calls = 0
+    def __init__(self, reading: threading.Event, moment: Callable[[], None]) -> None:
+        self.reading, self.moment, self.calls = reading, moment, 0
 
     def forward(self, *args: Any, **options: Any) -> None:
         super().forward(*args, **options)
         self.calls += 1
-        time.sleep(0.5 * (self.calls == 2))
+        if self.calls == 2:
+            self.reading.set()
+            self.moment()
 
 
 @pytest.mark.parametrize("heedless", [False, True])
 def test_rows_are_written_when_they_are_free_and_not_before(heedless: bool, tmp_path: Path) -> None:
-    """Rank 1 reads an inbox for long. Rank 0 is in the next layer by then, and if its wires do not wait for ``FREE``
-    they overwrite it, which the debug mode sees."""
+    """Rank 1 reads an inbox for long. Rank 0 goes on to the next layer, and if its wires do not wait for ``FREE`` they
+    overwrite it, which the debug mode sees."""
     plan = plan_of(LAYOUTS[2], "ring", 1, 2)
+    reading = threading.Event()
+    others: list[OneSided] = []
+
+    def until_written() -> None:
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end and not (others and len(others[0].wires.sent) == 2):  # type: ignore[attr-defined]
+            time.sleep(0.001)
 
     def work(rank: int, connection: OneSided) -> None:
         schedule, x = plan.schedules[0][rank], inputs(plan, torch.float32)[rank]
+        backend = Late(reading, until_written) if rank == 1 else ReferenceBackend()
         for number in range(2):
-            backend = Late() if rank == 1 else ReferenceBackend()
+            if number == 1 and rank == 0:
+                others.append(connection)
+                reading.wait()
             program = executor.forward(schedule, backend, *x[:3], scale=0.3, reserve=connection.reserve)
             connection.run(watched(program, schedule.forward, rank), Operation(f"layer {number}"))
 
-    answers = on_threads(tmp_path, 2, work, heedless=heedless, timeout=timedelta(seconds=2))
+    answers = on_threads(tmp_path, 2, work, heedless=heedless, timeout=timedelta(seconds=5))
     if heedless:
         assert isinstance(answers[1], InboxError)
         assert "were overwritten while they are read" in str(answers[1])
