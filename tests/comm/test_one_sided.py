@@ -183,7 +183,8 @@ def test_rows_are_written_when_they_are_free_and_not_before(heedless: bool, tmp_
             if number == 1 and rank == 0:
                 others.append(connection)
                 reading.wait()
-            program = executor.forward(schedule, backend, *x[:3], scale=0.3, reserve=connection.reserve)
+            changed = [part + number for part in x[:3]]
+            program = executor.forward(schedule, backend, *changed, scale=0.3, reserve=connection.reserve)
             connection.run(watched(program, schedule.forward, rank), Operation(f"layer {number}"))
 
     answers = on_threads(tmp_path, 2, work, heedless=heedless, timeout=timedelta(seconds=5))
