@@ -15,7 +15,7 @@ class Arena:
     """The largest piece that anybody asked for so far.
 
     What one pass left there is overwritten by the next, in the order of their calls: a pass on another stream waits for
-    what has been enqueued on the stream of the last one.
+    what has been enqueued on the stream of the last one. Replays of a CUDA graph are the caller's to order.
 
     Args:
         allocate: makes so many bytes of memory, uint8 [bytes]. Where it is a collective, all ranks ask for the same.
@@ -38,7 +38,7 @@ class Arena:
         assert self._memory is not None
         if self._memory.is_cuda:
             stream = torch.cuda.current_stream(self._memory.device)
-            if self._stream is not None and self._stream != stream:
+            if self._stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
                 stream.wait_stream(self._stream)
             self._stream = stream
         return self._memory
