@@ -18,6 +18,7 @@ import marble
 from marble import AttentionShape, Layout, Plan, TransportError
 from marble.comm.one_sided import OneSided
 from marble.compose import attention as public_op
+from marble.compose import plan as plan_module
 from marble.kernels.reference import ReferenceBackend
 
 WORLD, FAILS = 3, 1
@@ -55,15 +56,20 @@ def worker(rank: int, folder: Path, number: int) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
     )
     connection = OneSided(SharedWires(folder, rank, WORLD))
-    public_op.connect = lambda *_: connection
+    public_op.connect = plan_module.connect = lambda *_: connection
     plan = marble.plan(LAYOUT, AttentionShape(2, 1, 8), group=dist.group.WORLD, block=16)
     found: dict[str, Any] = {"bits": layer(plan)}
+    plan.synchronize(torch.device("cpu"))
     for name in ("fault", "again"):
         begin = time.monotonic()
         try:
             layer(plan, Strikes(number) if rank == FAILS else "reference", TIMEOUT)
         except TransportError as error:
             found[name] = error, time.monotonic() - begin
+    try:
+        plan.synchronize(torch.device("cpu"))
+    except TransportError as error:
+        found["synchronised"] = error
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
     os._exit(0)  # gloo would wait for the rank that is gone
 
@@ -97,3 +103,4 @@ def test_survivors_raise_in_time(number: signal.Signals, tmp_path: Path) -> None
         again, seconds = found["again"]
         assert str(again).startswith("group: it failed and is of no more use. ")
         assert seconds < SLACK
+        assert found["synchronised"].wait == error.wait
