@@ -31,10 +31,7 @@ from marble.testing.exactness import GATE, RESULTS, distributed, error_ratios, r
 from marble.testing.processes import run_processes
 
 GPUS = torch.cuda.device_count()
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("RANK", "0") != "0", reason="rank 0 starts the processes"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.skipif(os.environ.get("RANK", "0") != "0", reason="rank 0 starts the processes")
 needs_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
@@ -139,6 +136,7 @@ def test_survivors_raise_in_time(transport: str, fault: str, tmp_path: Path) -> 
 @needs_gpu
 def test_nccl_without_one_sided_transfers_names_its_version() -> None:
     """Where libnccl can do it, the transport connects; `bench.layer` measures it."""
+    pytest.importorskip("nccl.core")
     version = torch.cuda.nccl.version()
     if version >= (2, 29):
         nccl_rma.check_version()
