@@ -8,8 +8,17 @@ import warnings
 from functools import cache
 
 import torch
+import torch.distributed as dist
 
-TRANSPORTS = {"local": "the virtual ranks of one process", "torch_dist": "one rank per process of a process group"}
+from marble.comm.torch_dist import Messages
+from marble.comm.transport import Connection
+
+TRANSPORTS = {
+    "local": "the virtual ranks of one process",
+    "torch_dist": "one rank per process of a process group",
+    "nvshmem": "one rank per process of a process group, each with a GPU",
+    "nccl_rma": "one rank per process of a process group, each with a GPU",
+}
 _log = logging.getLogger("marble")
 
 
@@ -29,12 +38,32 @@ def choose(name: str | None, virtual: bool) -> str:
         raise TypeError(f"transport: expected a name, got {type(name).__name__}")
     if name not in TRANSPORTS:
         raise ValueError(f"transport: {name!r} is unknown; use one of {', '.join(map(repr, TRANSPORTS))}")
-    if name != fits:
+    if (name == "local") != virtual:
         raise ValueError(
             f"transport: {name!r} carries {TRANSPORTS[name]}, but the plan is for {TRANSPORTS[fits]}; use {fits!r}, or "
             "plan with other ranks"
         )
     return name
+
+
+def connect(name: str, group: dist.ProcessGroup, device: torch.device) -> Connection:
+    """What carries transfers between the ranks of a group by a transport other than ``local``.
+
+    The first time with a transport and a group, all ranks must come here.
+
+    Raises:
+        ValueError: if the transport cannot carry tensors of this device, or is not installed.
+        TransportError: if another rank does not come.
+    """
+    if name == "nvshmem":
+        from marble.comm import nvshmem
+
+        return nvshmem.connect(group, device)
+    if name == "nccl_rma":
+        from marble.comm import nccl_rma
+
+        return nccl_rma.connect(group, device)
+    return Messages(group, device)
 
 
 @cache

@@ -1,9 +1,10 @@
 """One rank per process over ``torch.distributed``: gloo on CPUs, NCCL on GPUs.
 
 Nothing waits for ever: a transfer that does not end within the caller's timeout, or whose connection breaks, is a
-`TransportError` that names the rank, the step and the rows. Messages of different operations and steps have different
-tags (gloo keeps them apart; NCCL knows no tags), so ranks that run different things wait rather than mix their data. A
-group in which a rank failed may hold messages that nobody will ask for, and is refused from then on.
+`TransportError` that names the rank, the step and the rows; on GPUs, where a stream waits and cannot raise, the next
+call raises it. Messages of different operations and steps have different tags (gloo keeps them apart; NCCL knows no
+tags), so ranks that run different things wait rather than mix their data. A group in which a rank failed may hold
+messages that nobody will ask for, and is refused from then on.
 """
 
 from __future__ import annotations
@@ -11,21 +12,28 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marble.comm.transport import Arrive, Program, Result, Start, TransportError, Wait
+from marble.comm.arena import Arena
+from marble.comm.lane import watch_gpu
+from marble.comm.transport import Arrive, Operation, Program, Result, Start, TransportError, Wait, drive
+from marble.comm.watchdog import Awaited, Pending, Watchdog
 
 _KEPT_DIGESTS = 4096
 _SHORTEST = timedelta(milliseconds=1)
 """``Work.wait`` takes 0 for its own default."""
+_REMEDY = (
+    "That rank died, stalled or raised, lost a rank itself, or runs something else; to go on, make a new group without "
+    "it"
+)
 
 
 @dataclass
@@ -35,32 +43,35 @@ class _Known:
     Attributes:
         failure: why it can no longer be used, or None.
         agreed: digests that its ranks have found equal, oldest first. The same on all ranks, as they agree together.
+        watchdogs: by GPU.
+        aborted: whether a watchdog ended all that is under way.
+        arenas: memory for what moves, by device.
     """
 
     failure: TransportError | None = None
     agreed: dict[bytes, None] = field(default_factory=dict)
+    watchdogs: dict[torch.device, Watchdog] = field(default_factory=dict)
+    aborted: bool = False
+    arenas: dict[torch.device, Arena] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise if it failed before."""
+        failures = [*(watchdog.failure for watchdog in self.watchdogs.values()), self.failure]
+        failure = next((failure for failure in failures if failure is not None), None)
+        if failure is not None:
+            raise TransportError(
+                f"group: it failed before and may hold old messages; make a new group. It failed with: {failure}",
+                failure.wait,
+            )
+
+    def watchdog(self, device: torch.device) -> Watchdog:
+        """What looks after messages of a GPU."""
+        if device not in self.watchdogs:
+            self.watchdogs[device] = Watchdog(_REMEDY, partial(watch_gpu, device))
+        return self.watchdogs[device]
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Known] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Operation:
-    """What a program is, and how long its steps may take.
-
-    Attributes:
-        name: for messages, such as ``layer 1, forward``.
-        digest: what all ranks must have in common for their messages to belong together.
-        timeout: how long a step may wait for other ranks; None for the group's own timeout.
-    """
-
-    name: str
-    digest: bytes = b""
-    timeout: timedelta | None = None
-
-    def tag(self, step: int) -> int:
-        """The tag of a step's messages."""
-        return crc32(f"{self.name}, {step}".encode(), crc32(self.digest)) & 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -85,30 +96,17 @@ class _Message:
 def run(program: Program[Result], group: dist.ProcessGroup, operation: Operation) -> Result:
     """Run this rank's program; its transfers become point-to-point messages of ``group``, one per peer and step.
 
-    The stream waits for what arrives, not the host; with gloo, and on GPUs if the operation has a timeout, the host
-    does.
+    On GPUs the stream waits for what arrives, not the host; with gloo the host does.
 
     Raises:
         TransportError: if a transfer fails or takes longer than the operation's timeout, or if one failed before in
             this group.
     """
     known = _groups.setdefault(group, _Known())
-    if known.failure is not None:
-        raise TransportError(
-            f"group: it failed before and may hold old messages; make a new group. It failed with: {known.failure}",
-            known.failure.wait,
-        )
+    known.check()
     driver = _Driver(group, operation)
     try:
-        while True:
-            request = next(program)
-            if isinstance(request, Start):
-                driver.start(request)
-            else:
-                assert isinstance(request, Arrive)
-                driver.finish()
-    except StopIteration as stop:
-        return stop.value
+        return drive(program, driver)
     except TransportError as error:
         known.failure = error
         raise
@@ -116,6 +114,36 @@ def run(program: Program[Result], group: dist.ProcessGroup, operation: Operation
         if driver.step >= 0:
             known.failure = TransportError(f"{operation.name}, step {driver.step}: this rank raised {error!r}")
         raise
+
+
+class Messages:
+    """A connection by messages of a group.
+
+    Args:
+        group: the ranks.
+        device: where their tensors lie.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.known = _groups.setdefault(group, _Known())
+        allocate = partial(torch.empty, dtype=torch.uint8, device=device)
+        self.arena = self.known.arenas.setdefault(device, Arena(allocate))
+
+    def reserve(self, nbytes: int) -> Tensor:
+        """See `marble.comm.transport.Connection`."""
+        return self.arena.reserve(nbytes)
+
+    def run(self, program: Program[Result], operation: Operation) -> Result:
+        """See `run`."""
+        return run(program, self.group, operation)
+
+    def synchronize(self, timeout: timedelta | None) -> None:
+        """See `marble.comm.transport.Connection`. On GPUs an operation's own timeout counts, and this one does not."""
+        del timeout
+        if self.device.type == "cuda":
+            self.known.watchdog(self.device).synchronize(torch.cuda.current_stream(self.device).record_event(), None)
+        self.known.check()
 
 
 class _Driver:
@@ -130,6 +158,7 @@ class _Driver:
     def start(self, start: Start) -> None:
         """Post the messages of the next step."""
         self.step += 1
+        _groups[self.group].check()
         messages = _messages(start, self.rank)
         # One batch for NCCL; one by one elsewhere, so that it is known which peer an error is about.
         batches = [messages] if messages and messages[0].buffer.is_cuda else [[message] for message in messages]
@@ -147,6 +176,18 @@ class _Driver:
 
     def finish(self) -> None:
         """Wait for the messages of this step and put what came in its place."""
+        if self.pending and self.pending[0][1].buffer.is_cuda:
+            self._wait_on_stream()
+        else:
+            self._wait_on_host()
+        for _, message in self.pending:
+            if message.targets:
+                parts = message.buffer.split([target.numel() for target in message.targets])
+                for target, part in zip(message.targets, parts, strict=True):
+                    target.copy_(part.view(target.shape))
+        self.pending = []
+
+    def _wait_on_host(self) -> None:
         timeout = self.operation.timeout
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         for work, message in self.pending:
@@ -159,16 +200,32 @@ class _Driver:
                 late = deadline is not None and time.monotonic() >= deadline
                 reason = f"not done after {timeout}" if late else "the connection is broken"
                 raise self._error(message, reason) from error
-        for _, message in self.pending:
-            if message.targets:
-                parts = message.buffer.split([target.numel() for target in message.targets])
-                for target, part in zip(message.targets, parts, strict=True):
-                    target.copy_(part.view(target.shape))
-        self.pending = []
 
-    def _error(self, message: _Message, reason: str) -> TransportError:
+    def _wait_on_stream(self) -> None:
+        """The messages are one batch: what is not done is not known of one, so the first stands for all."""
+        device, timeout = self.pending[0][1].buffer.device, self.operation.timeout
+        stream = torch.cuda.current_stream(device)
+        watched = timeout is not None and not torch.cuda.is_current_stream_capturing()
+        reached = stream.record_event() if watched else None
+        for work, _ in self.pending:
+            work.wait()
+        if reached is not None and timeout is not None:
+            waits = [self._wait(message) for _, message in self.pending]
+            others = "".join(f", or rank {wait.peer}, {wait.transfer}" for wait in waits[1:])
+            wait = replace(waits[0], transfer=waits[0].transfer + others)
+            awaited = Awaited(wait, stream.record_event(), self._abort)
+            watchdog = _groups[self.group].watchdog(device)
+            watchdog.watch(Pending(reached, (awaited,), timeout.total_seconds()))
+
+    def _abort(self) -> None:
+        known = _groups[self.group]
+        if not known.aborted:
+            known.aborted = True
+            self.group.abort()
+
+    def _wait(self, message: _Message) -> Wait:
         direction = "to send" if message.call is dist.isend else "to receive"
-        wait = Wait(
+        return Wait(
             self.rank,
             message.peer,
             dist.get_global_rank(self.group, message.peer),
@@ -176,11 +233,10 @@ class _Driver:
             self.step,
             f"{direction} {message.rows}",
         )
-        return TransportError(
-            f"{wait}: {reason}. Rank {message.peer} died, stalled or raised, lost a rank itself, or runs something "
-            "else; to go on, make a new group without it",
-            wait,
-        )
+
+    def _error(self, message: _Message, reason: str) -> TransportError:
+        wait = self._wait(message)
+        return TransportError(f"{wait}: {reason}. {_REMEDY}", wait)
 
 
 def _messages(start: Start, rank: int) -> list[_Message]:
@@ -261,6 +317,23 @@ def gather(
     return run(program(), group, Operation(f"gathering {what}", timeout=timeout))
 
 
+def meet(group: dist.ProcessGroup, device: torch.device, what: str, timeout: timedelta) -> None:
+    """Wait on the host until all ranks of a group have come here.
+
+    Args:
+        group: the ranks.
+        device: where the group communicates from.
+        what: what for, for messages.
+        timeout: how long to wait for other ranks.
+
+    Raises:
+        TransportError: as `run`.
+    """
+    here = torch.zeros(1, dtype=torch.int64, device=device)
+    torch.cat(gather(here, [1] * group.size(), group, what, timeout)).cpu()
+    _groups[group].check()
+
+
 def disagreeing(
     digest: Tensor, device: torch.device, group: dist.ProcessGroup, timeout: timedelta | None = None
 ) -> list[int]:
@@ -281,6 +354,7 @@ def disagreeing(
     rank = group.rank()
     digests = gather(digest.to(device), [len(digest)] * group.size(), group, "the digest of the plan", timeout)
     different = [other for other, theirs in enumerate(digests) if not torch.equal(theirs, digests[rank])]
+    _groups[group].check()  # a stream that was released gives anything
     if not different:
         agreed[key] = None
         if len(agreed) > _KEPT_DIGESTS:  # the oldest is the same one on all ranks

@@ -1,18 +1,48 @@
 """What an executor asks of whoever runs it: that transfers start, and that they have arrived.
 
 The executor performs no transfer. It is a generator that yields `Start` and `Arrive`; a driver answers them. Drivers
-are `marble.comm.local` (any number of ranks in one process) and `marble.comm.torch_dist` (one rank per process).
+are `marble.comm.local` (any number of ranks in one process), and with one rank per process `marble.comm.torch_dist`
+(messages) and `marble.comm.one_sided` (writes into the memory of others).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+from zlib import crc32
 
 from torch import Tensor
 
 Result = TypeVar("Result")
+
+
+Reserve = Callable[[int], Tensor]
+"""Gives so many bytes of memory that other ranks reach, uint8 [at least as many]. The next call may give the same."""
+
+
+class Room(Protocol):
+    """Where the rows of a rank lie in reserved memory. Equal rows lie at equal places on all ranks.
+
+    Rows that move whole lie in their buffers there. Of other rows, packed copies lie beside: heads first.
+    """
+
+    def place(self, rows: Any, whole: bool) -> int:
+        """Bytes before the rows, or before their packed copy."""
+        ...
+
+    def nbytes(self, rows: Any) -> int:
+        """Bytes of the rows."""
+        ...
+
+    def pack(self, rows: Any) -> None:
+        """Copy rows to their packed copy."""
+        ...
+
+    def unpack(self, rows: Any) -> None:
+        """Copy rows from their packed copy."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -20,11 +50,12 @@ class Start:
     """Start these transfers; ``view`` gives the rank's own rows as a tensor that aliases its buffer.
 
     ``transfers`` are `marble.compose.schedule.Transfer`. Until the next `Arrive` their source rows are only read and
-    their target rows are not touched.
+    their target rows are not touched. ``room`` is there if the program was given memory to `Reserve`.
     """
 
     transfers: tuple[Any, ...]
     view: Callable[[Any], Tensor]
+    room: Room | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +65,74 @@ class Arrive:
 
 Request = Start | Arrive
 Program = Generator[Request, None, Result]
+
+
+class Driver(Protocol):
+    """Performs the transfers of one program, step by step."""
+
+    def start(self, start: Start) -> None:
+        """Start the transfers of the next step."""
+        ...
+
+    def finish(self) -> None:
+        """Have what follows wait for them."""
+        ...
+
+
+def drive(program: Program[Result], driver: Driver) -> Result:
+    """Run a program to its end."""
+    while True:
+        try:
+            request = next(program)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(request, Start):
+            driver.start(request)
+        else:
+            driver.finish()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a program is, and how long its steps may take.
+
+    Attributes:
+        name: for messages, such as ``layer 1, forward``.
+        digest: what all ranks must have in common for their messages to belong together.
+        timeout: how long a step may wait for other ranks; None for the group's own timeout.
+    """
+
+    name: str
+    digest: bytes = b""
+    timeout: timedelta | None = None
+
+    def tag(self, step: int) -> int:
+        """A number of 31 bits for a step, by which messages of other operations and steps are told apart."""
+        return crc32(f"{self.name}, {step}".encode(), crc32(self.digest)) & 0x7FFFFFFF
+
+
+class Connection(Protocol):
+    """What carries the transfers between the ranks of a group."""
+
+    def reserve(self, nbytes: int) -> Tensor:
+        """Memory for rows that move, as `Reserve`."""
+        ...
+
+    def run(self, program: Program[Result], operation: Operation) -> Result:
+        """Run this rank's program.
+
+        Raises:
+            TransportError: if a transfer fails or takes too long, or if one did before.
+        """
+        ...
+
+    def synchronize(self, timeout: timedelta | None) -> None:
+        """Wait on the host for all that has been enqueued.
+
+        Raises:
+            TransportError: if a transfer failed.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ from datetime import timedelta
 from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from marble.comm import local, torch_dist
-from marble.comm.choice import check_connections, choose
+from marble.comm import local
+from marble.comm.choice import check_connections, choose, connect
 from marble.comm.groups import Group
-from marble.comm.transport import Program
+from marble.comm.transport import Connection, Operation, Program, Reserve
 from marble.compose import executor
 from marble.compose.inboxes import watched
 from marble.compose.plan import Plan
@@ -90,10 +89,10 @@ def attention(
         layer: which of the plan's layers this is.
         group: the plan's ranks, as for `marble.plan`; by default the default group. Unused with virtual ranks.
         backend: a name that `marble.kernels.launch` knows, or a `marble.kernels.contract.Backend`.
-        transport: ``local`` for virtual ranks, ``torch_dist`` for process groups; by default the one that fits, which
+        transport: ``local`` for virtual ranks; for process groups ``torch_dist``, or on GPUs ``nvshmem`` or
+            ``nccl_rma``, which leave the multiprocessors to attention. By default ``local`` or ``torch_dist``, which
             is logged.
         timeout: how long a step, forward or backward, may wait for other ranks; by default the group's own timeout.
-            With one, the host waits for transfers on GPUs too.
         debug: watch every inbox for being overwritten before it is read (`marble.compose.inboxes`); slow.
         return_lse: also return the log-sum-exp.
 
@@ -106,7 +105,9 @@ def attention(
         TypeError, ValueError: if a tensor is not what the plan expects, before anything runs; and on every rank, if
             the ranks planned differently.
         TransportError: here or in the backward pass, if another rank died, stalled, raised or runs something else. The
-            group is then of no more use; the ranks that are left can go on in a new one.
+            group is then of no more use; the ranks that are left can go on in a new one (with ``nvshmem``, they
+            restart). On GPUs, where the stream waits and not the host, what was returned is wrong, and the next call
+            raises, or `Plan.synchronize`.
         InboxError: with ``debug``, if a received row was overwritten before it was read.
     """
     shape = _check(q, k, v, plan, layer)
@@ -114,12 +115,14 @@ def attention(
     if not all(callable(getattr(chosen, call, None)) for call in ("prepare", "forward", "delta", "backward")):
         raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
     _check_timeout(timeout)
-    choose(transport, virtual=plan.rank is None)
+    name = choose(transport, virtual=plan.rank is None)
     ranks = None
     if plan.rank is not None:
-        ranks = _Ranks(plan.process_group(group), f"layer {layer}", plan.digest.numpy().tobytes(), timeout)
+        members = plan.process_group(group)
         check_connections(q.device)
-        plan.agree(ranks.group, q.device, timeout)
+        plan.agree(members, q.device, timeout)
+        connection = connect(name, members, q.device)
+        ranks = _Ranks(connection, f"layer {layer}", plan.digest.numpy().tobytes(), timeout)
     schedules = plan.schedules_on(q.device)[layer]
     chosen.prepare([work for schedule in schedules.values() for work in schedule.works])
     run = _Run(schedules, plan.order.lengths, chosen, ranks, shape.softmax_scale, debug)
@@ -132,13 +135,13 @@ def attention(
 class _Ranks:
     """Real ranks, and what their messages say that they belong to."""
 
-    group: dist.ProcessGroup
+    connection: Connection
     layer: str
     digest: bytes
     timeout: timedelta | None
 
-    def operation(self, name: str) -> torch_dist.Operation:
-        return torch_dist.Operation(f"{self.layer}, {name}", self.digest, self.timeout)
+    def operation(self, name: str) -> Operation:
+        return Operation(f"{self.layer}, {name}", self.digest, self.timeout)
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class _Run:
         results = self._run(
             "forward",
             [q, k, v],
-            lambda schedule, parts: executor.forward(schedule, self.backend, *parts, scale=self.scale),
+            lambda *args: executor.forward(*args, scale=self.scale, reserve=self.reserve),
         )
         return _join([out for out, _ in results]), _join([lse for _, lse in results], dim=1)
 
@@ -164,23 +167,25 @@ class _Run:
         results = self._run(
             "backward",
             [q, k, v, out, lse, dout],
-            lambda schedule, parts: executor.backward(schedule, self.backend, *parts, scale=self.scale),
+            lambda *args: executor.backward(*args, scale=self.scale, reserve=self.reserve),
         )
         return tuple(_join(parts) for parts in zip(*results, strict=True))
 
-    def _run(
-        self, name: str, tensors: Sequence[Tensor], program: Callable[[Schedule, Sequence[Tensor]], Program[Any]]
-    ) -> list[Any]:
+    @property
+    def reserve(self) -> Reserve | None:
+        return None if self.ranks is None else self.ranks.connection.reserve
+
+    def _run(self, name: str, tensors: Sequence[Tensor], program: Callable[..., Program[Any]]) -> list[Any]:
         # Autocast would send the backend's float32 products through its own lower precision.
         with torch.autocast(tensors[0].device.type, enabled=False):
             if self.ranks is not None:
                 (schedule,) = self.schedules.values()
-                mine = self._watched(program(schedule, tensors), schedule, name)
-                return [torch_dist.run(mine, self.ranks.group, self.ranks.operation(name))]
+                mine = self._watched(program(schedule, self.backend, *tensors), schedule, name)
+                return [self.ranks.connection.run(mine, self.ranks.operation(name))]
             # Log-sum-exps are [heads, tokens], everything else begins with the tokens.
             pieces = [tensor.split(self.lengths, dim=0 if tensor.ndim == 3 else 1) for tensor in tensors]
             programs = {
-                rank: self._watched(program(schedule, [piece[rank] for piece in pieces]), schedule, name)
+                rank: self._watched(program(schedule, self.backend, *(piece[rank] for piece in pieces)), schedule, name)
                 for rank, schedule in self.schedules.items()
             }
             return list(local.run_together(programs).values())
@@ -210,7 +215,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         gradients = ctx.run.backward(*inputs, dout.contiguous())
-        return *(gradient.to(x.dtype) for gradient, x in zip(gradients, inputs[:3], strict=True)), None
+        # Gradients of keys and values lie where the next pass's will.
+        return *(gradient.to(x.dtype, copy=True) for gradient, x in zip(gradients, inputs[:3], strict=True)), None
 
 
 def _check_timeout(timeout: timedelta | None) -> None:

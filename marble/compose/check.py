@@ -148,8 +148,11 @@ class _Walk:
                 if pairs:  # more rows may follow the caller's
                     rows = max(len(shard), found.rows if found else 0)
                     expected = replace(expected, rows=rows, heads=kv_heads)
-                if found != expected:
+                if found is None or replace(found, whole=0, split=0) != expected:
                     raise ScheduleError(f"{self.name}, rank {rank}: the caller expects {expected}, not {found}")
+        moving = [[replace(b, rows=0) for b in which.buffers if b.whole or b.split] for which in self.passes]
+        if any(other != moving[0] for other in moving):
+            raise ScheduleError(f"{self.name}: ranks declare different buffers, or room, for rows that move")
         if not kv_heads or heads % kv_heads:
             raise ScheduleError(f"{self.name}: {kv_heads} key/value heads do not divide {heads} query heads")
         return heads, kv_heads

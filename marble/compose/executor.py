@@ -6,12 +6,13 @@ It knows buffers, transfers and calls, and nothing of what the schedule is for. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from marble.comm.transport import Arrive, Program, Start
+from marble.comm.transport import Arrive, Program, Reserve, Start
 from marble.compose.schedule import Buffer, Call, Kind, Pass, Rows, Schedule
 from marble.kernels.contract import Backend, State, accumulation_dtype
 
@@ -19,25 +20,108 @@ _ROW_DIM = {Kind.STATISTICS: 1}
 _HEAD_DIM = {Kind.TOKENS: 1, Kind.PAIRS: 2, Kind.TOKEN_SUMS: 1, Kind.PAIR_SUMS: 2, Kind.STATISTICS: 0}
 
 
+_APART = 256
+"""Bytes at whose multiples buffers begin in reserved memory."""
+
+
 class Memory:
     """The buffers of one pass as tensors.
 
     Rows come first, then heads, except for statistics, which are [heads, rows]; the kernel contract's head-first
     views are permutations. Sums and statistics are in the accumulation type.
+
+    With ``reserve``, rows that move between ranks lie in the memory that it gives, and this is their
+    `marble.comm.transport.Room`. Without, every buffer is allocated.
     """
 
-    def __init__(self, declared: Pass, like: Tensor, kv: tuple[Tensor, Tensor], given: dict[str, Tensor]) -> None:
-        self.kinds = {buffer.name: buffer.kind for buffer in declared.buffers}
+    def __init__(
+        self,
+        declared: Pass,
+        like: Tensor,
+        kv: tuple[Tensor, Tensor],
+        given: dict[str, Tensor],
+        reserve: Reserve | None = None,
+    ) -> None:
+        self.buffers = declared.buffers_by_name
+        self.like = like
+        self.places: dict[tuple[str, bool], int] = {}
+        total = 0
+        for buffer in declared.buffers:
+            for whole, rows in ((True, buffer.whole), (False, buffer.split)):
+                if rows:
+                    self.places[buffer.name, whole] = total
+                    total += -(-rows * buffer.heads * self.unit(buffer) // _APART) * _APART
+        self.reserved = reserve(total) if reserve is not None and total else None
         self.tensors: dict[str, Tensor] = {}
         for buffer in declared.buffers:
             tensor = given.get(buffer.name)
-            self.tensors[buffer.name] = _allocate(buffer, like) if tensor is None else tensor
+            self.tensors[buffer.name] = self.allocate(buffer) if tensor is None else tensor
         for home, part in zip(self.pair(Rows("kv", 0, kv[0].shape[0])), kv, strict=True):
             home.copy_(part)
 
+    def unit(self, buffer: Buffer) -> int:
+        """Bytes of one head of one row."""
+        values = {Kind.STATISTICS: 1, Kind.PAIRS: 2, Kind.PAIR_SUMS: 2}.get(buffer.kind, 1)
+        values *= 1 if buffer.kind is Kind.STATISTICS else self.like.shape[-1]
+        return values * self.dtype(buffer).itemsize
+
+    def dtype(self, buffer: Buffer) -> torch.dtype:
+        """The type of a buffer's values."""
+        sums = buffer.kind in (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
+        return accumulation_dtype(self.like.dtype) if sums else self.like.dtype
+
+    def allocate(self, buffer: Buffer) -> Tensor:
+        """A buffer's tensor: in reserved memory if whole rows of it move, of its own otherwise."""
+        head_dim = self.like.shape[-1]
+        shape: tuple[int, ...] = (buffer.rows, buffer.heads, head_dim)
+        if buffer.kind in (Kind.PAIRS, Kind.PAIR_SUMS):
+            shape = (buffer.rows, 2, buffer.heads, head_dim)
+        elif buffer.kind is Kind.STATISTICS:
+            shape = (buffer.heads, buffer.rows)
+        if self.reserved is not None and buffer.whole:
+            tensor = self.memory(buffer, self.places[buffer.name, True], shape)
+        else:
+            tensor = torch.empty(shape, dtype=self.dtype(buffer), device=self.like.device)
+        # Rows behind a ragged key block are read by whole-block loads and must be finite.
+        return tensor.zero_() if buffer.kind is Kind.PAIRS else tensor
+
+    def memory(self, buffer: Buffer, place: int, shape: Sequence[int]) -> Tensor:
+        """Reserved memory from a place on, as values of a buffer."""
+        assert self.reserved is not None
+        dtype = self.dtype(buffer)
+        return self.reserved[place : place + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+    def place(self, rows: Rows, whole: bool) -> int:
+        """See `marble.comm.transport.Room`; the rows may be another rank's."""
+        buffer = self.buffers[rows.buffer]
+        before = rows.start * buffer.heads + (0 if whole or rows.heads is None else rows.heads[0] * len(rows))
+        return self.places[rows.buffer, whole] + before * self.unit(buffer)
+
+    def nbytes(self, rows: Rows) -> int:
+        """See `marble.comm.transport.Room`."""
+        buffer = self.buffers[rows.buffer]
+        low, high = rows.heads or (0, buffer.heads)
+        return len(rows) * (high - low) * self.unit(buffer)
+
+    def copy_of(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The rows, heads first, and their packed copy."""
+        buffer = self.buffers[rows.buffer]
+        here = self.view(rows).movedim(_HEAD_DIM[buffer.kind], 0)
+        return here, self.memory(buffer, self.place(rows, whole=False), here.shape)
+
+    def pack(self, rows: Rows) -> None:
+        """See `marble.comm.transport.Room`."""
+        here, copy = self.copy_of(rows)
+        copy.copy_(here)
+
+    def unpack(self, rows: Rows) -> None:
+        """See `marble.comm.transport.Room`."""
+        here, copy = self.copy_of(rows)
+        here.copy_(copy)
+
     def view(self, rows: Rows) -> Tensor:
         """The rows as a tensor that aliases the buffer."""
-        kind = self.kinds[rows.buffer]
+        kind = self.buffers[rows.buffer].kind
         part = self.tensors[rows.buffer].narrow(_ROW_DIM.get(kind, 0), rows.start, len(rows))
         if rows.heads is None:
             return part
@@ -50,11 +134,18 @@ class Memory:
 
     def clear(self, rows: Rows) -> None:
         """Set rows to what they are before any key has been seen."""
-        self.view(rows).fill_(float("-inf") if self.kinds[rows.buffer] is Kind.STATISTICS else 0)
+        self.view(rows).fill_(float("-inf") if self.buffers[rows.buffer].kind is Kind.STATISTICS else 0)
 
 
 def forward(
-    schedule: Schedule, backend: Backend, q: Tensor, k: Tensor, v: Tensor, *, scale: float
+    schedule: Schedule,
+    backend: Backend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    reserve: Reserve | None = None,
 ) -> Program[tuple[Tensor, Tensor]]:
     """The forward pass of one rank.
 
@@ -65,11 +156,12 @@ def forward(
         k: [tokens, kv_heads, head_dim].
         v: [tokens, kv_heads, head_dim].
         scale: softmax scale.
+        reserve: where rows that move between ranks shall lie; by default in buffers that are allocated for this pass.
 
     Returns:
         The output, like ``q``, and the log-sum-exp [heads, tokens] in the accumulation type.
     """
-    memory = Memory(schedule.forward, q, (k, v), {"q": q})
+    memory = Memory(schedule.forward, q, (k, v), {"q": q}, reserve)
     states: dict[str, State] = {}
 
     def perform(call: Call) -> None:
@@ -96,16 +188,18 @@ def backward(
     dout: Tensor,
     *,
     scale: float,
+    reserve: Reserve | None = None,
 ) -> Program[tuple[Tensor, Tensor, Tensor]]:
     """The backward pass of one rank, against the output and log-sum-exp of the forward pass.
 
     Shapes as in `forward`; ``dout`` is like ``out``.
 
     Returns:
-        dq, dk and dv, shaped like q, k and v, in the accumulation type.
+        dq, dk and dv, shaped like q, k and v, in the accumulation type. With ``reserve``, dk and dv may lie in the
+        memory that it gave.
     """
     given = {"q": q, "dout": dout, "lse": lse, "delta": backend.delta(out, dout)}
-    memory = Memory(schedule.backward, q, (k, v), given)
+    memory = Memory(schedule.backward, q, (k, v), given, reserve)
 
     def perform(call: Call) -> None:
         assert call.dkv is not None
@@ -122,8 +216,9 @@ def backward(
 
 
 def _run(which: Pass, memory: Memory, perform: Callable[[Call], None]) -> Program[None]:
+    room = None if memory.reserved is None else memory
     for step in which.steps:
-        yield Start(step.transfers, memory.view)
+        yield Start(step.transfers, memory.view, room)
         for rows in step.clears:
             memory.clear(rows)
         for call in step.calls:
@@ -131,18 +226,3 @@ def _run(which: Pass, memory: Memory, perform: Callable[[Call], None]) -> Progra
         yield Arrive()
         for add in step.adds:
             memory.view(add.dst).add_(memory.view(add.src))
-
-
-def _allocate(buffer: Buffer, like: Tensor) -> Tensor:
-    sums = buffer.kind in (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
-    dtype = accumulation_dtype(like.dtype) if sums else like.dtype
-    head_dim = like.shape[-1]
-    shape: tuple[int, ...] = (buffer.rows, buffer.heads, head_dim)
-    if buffer.kind in (Kind.PAIRS, Kind.PAIR_SUMS):
-        shape = (buffer.rows, 2, buffer.heads, head_dim)
-    elif buffer.kind is Kind.STATISTICS:
-        shape = (buffer.heads, buffer.rows)
-    if buffer.kind is Kind.PAIRS:
-        # Rows behind a ragged key block are read by whole-block loads and must be finite.
-        return torch.zeros(shape, dtype=dtype, device=like.device)
-    return torch.empty(shape, dtype=dtype, device=like.device)

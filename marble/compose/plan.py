@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marble.comm import torch_dist
+from marble.comm.choice import choose, connect
 from marble.comm.groups import Group, process_group, sharing_heads
 from marble.compose.packing import Packed
 from marble.compose.schedule import Schedule
@@ -124,6 +125,31 @@ class Plan:
             )
             gathered = torch.cat(parts).movedim(0, dim)
         return gathered.index_select(dim, torch.argsort(self._every_index).to(x.device))
+
+    def synchronize(
+        self,
+        device: torch.device,
+        group: Group | None = None,
+        transport: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Wait on the host for this process's attention so far, and learn whether its results are to be trusted.
+
+        Args:
+            device: where it runs.
+            group: as for `marble.attention`; so is ``transport``. Unused with virtual ranks.
+            timeout: how long a CUDA graph may take that holds attention by ``nvshmem``; by default for ever. Calls
+                outside of graphs have their own timeouts.
+
+        Raises:
+            TransportError: if another rank failed.
+        """
+        if self.rank is None:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            return
+        name = choose(transport, virtual=False)
+        connect(name, self.process_group(group), device).synchronize(timeout)
 
     def process_group(self, group: Group | None) -> dist.ProcessGroup:
         """The group to run this plan in; a group or a mesh, by default the default group.

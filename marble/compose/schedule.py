@@ -11,10 +11,12 @@ builder's own. A scheme that regroups heads (Ulysses) moves ``heads`` slices bet
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
 
 from marble.kernels.contract import Work
 
@@ -36,12 +38,26 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Buffer:
-    """A named buffer of ``rows`` rows for ``heads`` heads."""
+    """A named buffer of ``rows`` rows for ``heads`` heads.
+
+    Where rows move between ranks, all ranks of a layer declare the same such buffers in the same order, with the same
+    room for them, so that each knows where they lie in the memory of the others.
+
+    Attributes:
+        name: its name.
+        kind: what a row is.
+        rows: how many this rank has.
+        heads: heads of a row.
+        whole: room for rows that move with all their heads: ``rows`` of the rank that has most; 0 if none do.
+        split: the same for rows of which some heads move, or the statistics.
+    """
 
     name: str
     kind: Kind
     rows: int
     heads: int
+    whole: int = 0
+    split: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,11 @@ class Transfer:
             raise ValueError(f"transfer: {len(self.src)} rows cannot fill {len(self.dst)}: {self}")
         if not len(self.src):
             raise ValueError(f"transfer: leave out transfers of no rows: {self}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rows move with all their heads."""
+        return self.src.heads is None and self.dst.heads is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +179,7 @@ class Pass:
                     if name not in sizes:
                         raise ValueError(f"schedule: buffer {name!r} is not declared")
 
-    @property
+    @cached_property
     def buffers_by_name(self) -> dict[str, Buffer]:
         """The declarations by name."""
         return {buffer.name: buffer for buffer in self.buffers}
@@ -173,6 +194,33 @@ class Pass:
             low, high = rows.heads or (0, buffer.heads)
             if not (0 <= rows.start <= rows.stop <= buffer.rows and 0 <= low < high <= buffer.heads):
                 raise ValueError(f"schedule: {rows} leaves its buffer of {buffer.rows} rows and {buffer.heads} heads")
+
+    def hold_moves(self, rank: int, transfers: Sequence[Transfer]) -> None:
+        """Raise a ValueError unless a step's transfers are this rank's, lie in declared buffers and have room to move.
+
+        Rows of which some heads move are packed at places that their range of rows gives, so ranges that move to or
+        from one buffer in one step are equal or disjoint.
+        """
+        split: dict[tuple[bool, str], set[tuple[int, int]]] = defaultdict(set)
+        for transfer in transfers:
+            ends = [
+                (leaves, rows)
+                for leaves, at, rows in ((True, transfer.source, transfer.src), (False, transfer.target, transfer.dst))
+                if at == rank
+            ]
+            if not ends:
+                raise ValueError(f"schedule: rank {rank} has no part in {transfer}")
+            self.hold(rows for _, rows in ends)
+            for leaves, rows in ends if transfer.source != transfer.target else ():
+                buffer = self.buffers_by_name[rows.buffer]
+                statistics = transfer.whole and buffer.kind is Kind.STATISTICS
+                if statistics or rows.stop > (buffer.whole if transfer.whole else buffer.split):
+                    raise ValueError(f"schedule: {rows.buffer!r} declares no room for {transfer}")
+                if not transfer.whole:
+                    split[leaves, rows.buffer].add((rows.start, rows.stop))
+        for (_, name), ranges in split.items():
+            if any(low < stop for (_, stop), (low, _) in pairwise(sorted(ranges))):
+                raise ValueError(f"schedule: ranges of rows of {name!r} that move together overlap: {sorted(ranges)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,14 +243,8 @@ class Schedule:
         if not 0 <= self.rank < self.world:
             raise ValueError(f"schedule: rank {self.rank} is not one of {self.world}")
         for which in (self.forward, self.backward):
-            mine: list[Rows] = []
-            for transfer in itertools.chain.from_iterable(step.transfers for step in which.steps):
-                if self.rank not in (transfer.source, transfer.target):
-                    raise ValueError(f"schedule: rank {self.rank} has no part in {transfer}")
-                mine += [transfer.src] * (self.rank == transfer.source) + [transfer.dst] * (
-                    self.rank == transfer.target
-                )
-            which.hold(mine)
+            for step in which.steps:
+                which.hold_moves(self.rank, step.transfers)
 
     @property
     def works(self) -> list[Work]:

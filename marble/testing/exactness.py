@@ -80,9 +80,9 @@ class Problem:
         """A plan of this problem on virtual ranks."""
         return marble.plan(self.layout, self.shape, ranks=ranks, schedule=schedule, block=block)
 
-    def plan_here(self, schedule: str = "ring") -> Plan:
+    def plan_here(self, schedule: str = "ring", ulysses: int = 1) -> Plan:
         """A plan of this problem for this process's rank in the default process group."""
-        return marble.plan(self.layout, self.shape, group=dist.group.WORLD, schedule=schedule)
+        return marble.plan(self.layout, self.shape, group=dist.group.WORLD, schedule=schedule, ulysses=ulysses)
 
 
 Results = dict[str, Tensor]
@@ -138,11 +138,15 @@ def single_call(problem: Problem, dtype: torch.dtype = torch.bfloat16) -> Result
 
 
 def distributed(
-    problem: Problem, plan: Plan, dtype: torch.dtype = torch.bfloat16, backend: str | Backend = "reference"
+    problem: Problem,
+    plan: Plan,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | Backend = "reference",
+    transport: str | None = None,
 ) -> Results:
     """The same by ``marble.attention`` on the plan's ranks; over processes, every rank gets all results."""
     q, k, v = (plan.shard(x.to(dtype)).requires_grad_() for x in (problem.q, problem.k, problem.v))
-    out = marble.attention(q, k, v, plan, backend=backend)
+    out = marble.attention(q, k, v, plan, backend=backend, transport=transport)
     assert isinstance(out, Tensor)
     out.backward(plan.shard(problem.dout.to(dtype)))
     return {

@@ -3,13 +3,16 @@
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
 import marble
 from marble import AttentionShape, Layout
-from marble.comm import choice
+from marble.comm import choice, nccl_rma
 
 ONE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -40,7 +43,8 @@ def test_the_op_refuses_a_transport_that_does_not_fit() -> None:
     q, k, v = (torch.zeros(12, heads, 8) for heads in (2, 1, 1))
     for name, message in (
         ("torch_dist", r"^transport: 'torch_dist' carries one rank per process .*use 'local'"),
-        ("nvshmem", r"^transport: 'nvshmem' is unknown; use one of 'local', 'torch_dist'"),
+        ("nvshmem", r"^transport: 'nvshmem' carries one rank per process .* each with a GPU, .*use 'local'"),
+        ("smoke", r"^transport: 'smoke' is unknown; use one of 'local', 'torch_dist', 'nvshmem', 'nccl_rma'"),
     ):
         with pytest.raises(ValueError, match=message):
             marble.attention(q, k, v, plan, transport=name)
@@ -62,3 +66,23 @@ def test_one_connection_is_warned_about_once_and_on_gpus_only(monkeypatch: pytes
         for _ in range(3):
             choice.check_connections(torch.device("cuda"))
     assert [str(warning.message).partition("=")[0] for warning in seen] == [f"marble.attention: {ONE}"]
+
+
+@pytest.mark.parametrize("name", ["nvshmem", "nccl_rma"])
+def test_one_sided_transports_want_gpus(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^transport: '{name}' carries tensors on GPUs, got cpu; use 'torch_dist'"):
+        choice.connect(name, None, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("version", "fits"), [("2.28.9", False), ("2.29.0", True), ("2.30.7", True), ("3.0.1", True)])
+def test_nccl_without_one_sided_transfers_is_refused_by_its_version(
+    version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = pytest.importorskip("nccl.core")
+    found = core.LibraryInfo(Version(version), None, Path("/lib/libnccl.so.2"))
+    monkeypatch.setattr(core, "get_version", lambda: SimpleNamespace(libnccl=found))
+    if fits:
+        nccl_rma.check_version()
+    else:
+        with pytest.raises(ValueError, match=r"needs libnccl 2.29 or later, libnccl 2.28.9 is loaded, from /lib/lib"):
+            nccl_rma.check_version()

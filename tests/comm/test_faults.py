@@ -122,6 +122,10 @@ def worker(rank: int, folder: Path) -> None:
     backend = Strikes("forward", fail) if rank == RAISES else "reference"
     seen.call("raises", plan=plan, group=world, backend=backend)
     seen.call("again", plan=plan, group=world)
+    try:
+        plan.synchronize(torch.device("cpu"), world)
+    except TransportError as error:
+        seen.note("synchronised", error)
     group = group_of(everyone)
     seen.note("after raises", run(plan, group=group))
 
@@ -222,6 +226,7 @@ def test_a_broken_group_is_refused_at_once_and_says_why(seen: list[dict[str, Any
         assert str(error).startswith("group: it failed before")
         assert seconds < SLACK
         assert ("this rank raised ZeroDivisionError" in str(error)) == (rank == RAISES)
+        assert str(saw["synchronised"]) == str(error)
 
 
 def test_a_rank_in_another_layer(seen: list[dict[str, Any]]) -> None:

@@ -231,3 +231,22 @@ def test_the_buffers_of_the_caller_are_as_it_knows_them(which, name, change):
     schedules[1] = replace(schedules[1], **{which: made})
     with pytest.raises(ScheduleError, match=f"{which}, rank 1: the caller expects .*'{name}'"):
         check(schedules, case.order, case.mask)
+
+
+@pytest.mark.parametrize("field", ["whole", "split"])
+def test_ranks_reserve_alike(field):
+    """Otherwise one would write to the wrong place in another's memory."""
+    case = small_case()
+    schedules = case.schedules()
+    forward = schedules[1].forward
+    buffers = [replace(b, **{field: getattr(b, field) + 1}) if b.name == "kv" else b for b in forward.buffers]
+    schedules[1] = replace(schedules[1], forward=Pass(tuple(buffers), forward.steps))
+    with pytest.raises(ScheduleError, match="forward: ranks declare different buffers, or room"):
+        check(schedules, case.order, case.mask)
+
+
+def test_rows_move_only_where_there_is_room():
+    schedule = small_case().schedules()[0]
+    bare = tuple(replace(buffer, whole=0) for buffer in schedule.forward.buffers)
+    with pytest.raises(ValueError, match=r"'kv' declares no room for Transfer"):
+        replace(schedule, forward=Pass(bare, schedule.forward.steps))

@@ -127,6 +127,14 @@ class Exchange:
     def _areas(self) -> dict[tuple[int, bool], dict[int, int]]:
         return {}
 
+    @cached_property
+    def rooms(self) -> tuple[int, int]:
+        """Rows of the largest ``kv`` and of the largest ``dkv`` of any rank; none for one rank."""
+        if self.world == 1:
+            return 0, 0
+        kv, dkv = (max(self.areas(rank, inbox=inbox)[-1] for rank in range(self.world)) for inbox in (False, True))
+        return kv, dkv
+
     def fetches(self, rank: int) -> tuple[Transfer, ...]:
         """Transfers of keys and values that a rank takes part in."""
         moves = []
@@ -208,7 +216,7 @@ def _schedule(
         Step(exchange.returns(rank), calls=run(backward, at_home=True), adds=exchange.adds(rank)),
     )
     q, lse = Buffer("q", Kind.TOKENS, mine, heads), Buffer("lse", Kind.STATISTICS, mine, heads)
-    kv = Buffer("kv", Kind.PAIRS, areas[-1], kv_heads)
+    kv = Buffer("kv", Kind.PAIRS, areas[-1], kv_heads, whole=exchange.rooms[0])
     return Schedule(
         rank,
         exchange.tokens,
@@ -221,7 +229,13 @@ def _schedule(
                 lse,
                 Buffer("delta", Kind.STATISTICS, mine, heads),
                 Buffer("dq", Kind.TOKEN_SUMS, mine, heads),
-                Buffer("dkv", Kind.PAIR_SUMS, exchange.areas(rank, inbox=True)[-1], kv_heads),
+                Buffer(
+                    "dkv",
+                    Kind.PAIR_SUMS,
+                    exchange.areas(rank, inbox=True)[-1],
+                    kv_heads,
+                    whole=exchange.rooms[1],
+                ),
             ),
             back,
         ),

@@ -101,7 +101,7 @@ def _forward(ring: Ring, works: Sequence[Sequence[tuple[Work, bool]]], untouched
         )
     buffers = (
         Buffer("q", Kind.TOKENS, mine, heads),
-        Buffer("kv", Kind.PAIRS, slot * min(world, 3), kv_heads),
+        _moving("kv", Kind.PAIRS, slot * min(world, 3), kv_heads, world),
         Buffer("out", Kind.TOKENS, mine, heads),
         Buffer("lse", Kind.STATISTICS, mine, heads),
     )
@@ -145,12 +145,12 @@ def _backward(ring: Ring, works: Sequence[Sequence[tuple[Work, bool]]]) -> Pass:
         steps.append(Step(moves, clears, calls, adds))
     buffers = (
         Buffer("q", Kind.TOKENS, mine, heads),
-        Buffer("kv", Kind.PAIRS, slot * min(world, 3), kv_heads),
+        _moving("kv", Kind.PAIRS, slot * min(world, 3), kv_heads, world),
         Buffer("dout", Kind.TOKENS, mine, heads),
         Buffer("lse", Kind.STATISTICS, mine, heads),
         Buffer("delta", Kind.STATISTICS, mine, heads),
         Buffer("dq", Kind.TOKEN_SUMS, mine, heads),
-        Buffer("dkv", Kind.PAIR_SUMS, slot * (1 if world == 1 else 4), kv_heads),
+        _moving("dkv", Kind.PAIR_SUMS, slot * (1 if world == 1 else 4), kv_heads, world),
     )
     return Pass(buffers, tuple(steps))
 
@@ -165,3 +165,8 @@ def _exchange(
         if len(leaves(source)):
             moves.append(Transfer(source, leaves(source), target, lands(target)))
     return tuple(moves)
+
+
+def _moving(name: str, kind: Kind, rows: int, heads: int, world: int) -> Buffer:
+    """A buffer of as many rows on every rank, which move unless there is one rank."""
+    return Buffer(name, kind, rows, heads, whole=rows if world > 1 else 0)

@@ -120,12 +120,16 @@ def ulysses(inner: Schedule, rank: int, tokens: tuple[int, ...], split: HeadSpli
         raise ValueError(f"ulysses: the schedule inside is not that of rank {rank}'s group")
     moves = _Moves(rank, tokens, split)
     mine = tokens[rank]
-    before = (Buffer("q", Kind.TOKENS, mine, split.heads), Buffer("kv", Kind.PAIRS, mine, split.kv_heads))
-    statistics = Buffer("lse", Kind.STATISTICS, mine, split.heads)
+
+    def moving(name: str, kind: Kind, heads: int) -> Buffer:
+        return Buffer(name, kind, mine, heads, split=max(tokens))
+
+    before = (moving("q", Kind.TOKENS, split.heads), moving("kv", Kind.PAIRS, split.kv_heads))
+    statistics = moving("lse", Kind.STATISTICS, split.heads)
     forward = _around(
         inner.forward,
         moves,
-        (*before, Buffer("out", Kind.TOKENS, mine, split.heads), statistics),
+        (*before, moving("out", Kind.TOKENS, split.heads), statistics),
         Step((*moves.spread("q"), *moves.spread_keys())),
         Step((*moves.collect("out"), *moves.collect("lse"))),
     )
@@ -134,12 +138,12 @@ def ulysses(inner: Schedule, rank: int, tokens: tuple[int, ...], split: HeadSpli
         moves,
         (
             *before,
-            Buffer("dout", Kind.TOKENS, mine, split.heads),
+            moving("dout", Kind.TOKENS, split.heads),
             statistics,
-            Buffer("delta", Kind.STATISTICS, mine, split.heads),
-            Buffer("dq", Kind.TOKEN_SUMS, mine, split.heads),
-            Buffer("dkv", Kind.PAIR_SUMS, mine, split.kv_heads),
-            *((Buffer("copies", Kind.PAIR_SUMS, mine, split.copies),) if split.copies else ()),
+            moving("delta", Kind.STATISTICS, split.heads),
+            moving("dq", Kind.TOKEN_SUMS, split.heads),
+            moving("dkv", Kind.PAIR_SUMS, split.kv_heads),
+            *((moving("copies", Kind.PAIR_SUMS, split.copies),) if split.copies else ()),
         ),
         Step((*(move for name in ("q", "dout", "lse", "delta") for move in moves.spread(name)), *moves.spread_keys())),
         Step((*moves.collect("dq"), *moves.collect_keys()), adds=moves.adds()),
@@ -216,7 +220,8 @@ class _Moves:
 
 def _around(inner: Pass, moves: _Moves, buffers: tuple[Buffer, ...], first: Step, last: Step) -> Pass:
     """The inner pass between two steps, on buffers of its own and between ranks of the same part of their groups."""
-    renamed = tuple(replace(buffer, name=_INNER + buffer.name) for buffer in inner.buffers)
+    room = max(sum(part) for part in _parts(moves.tokens, moves.split.degree))
+    renamed = tuple(replace(buffer, name=_INNER + buffer.name, split=room) for buffer in inner.buffers)
     part, degree = moves.rank - moves.members[0], moves.split.degree
     steps = (_renamed(step, lambda group: group * degree + part) for step in inner.steps)
     return Pass((*buffers, *renamed), (first, *steps, last))
