@@ -43,6 +43,9 @@ WARPGROUP = 128
 STRIP = 16
 """Rows that a computing warp writes."""
 
+OUT_COLUMNS = 128
+"""Columns of them that it writes at a time, at most."""
+
 PLACES = 3
 """Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
 
@@ -61,7 +64,9 @@ class ForwardConfig:
     """Tile and register choices.
 
     Attributes:
-        head_dim: 64 or 128.
+        head_dim: 64, 128 or 256.
+        keys: a tile of the lists is computed in tiles of so many keys, 128 or 64.
+        q_in_registers: whether the query tile lives in registers or stays in shared memory.
         k_stages: key tiles in flight.
         v_stages: value tiles in flight.
         pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
@@ -71,6 +76,8 @@ class ForwardConfig:
     """
 
     head_dim: int
+    keys: int
+    q_in_registers: bool
     k_stages: int
     v_stages: int
     pieces: int
@@ -78,8 +85,8 @@ class ForwardConfig:
     math_registers: int = 240
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128):
-            raise ValueError(f"head_dim: the Hopper kernels compute 64 and 128, got {self.head_dim}")
+        if self.head_dim not in (64, 128, 256):
+            raise ValueError(f"head_dim: the Hopper kernels compute 64, 128 and 256, got {self.head_dim}")
         if self.load_registers + 2 * self.math_registers > 504:
             raise ValueError(
                 "registers: the kernel begins with 168 for each thread, 504 for three threads of the warpgroups"
@@ -87,8 +94,9 @@ class ForwardConfig:
 
 
 CONFIGS = {
-    64: ForwardConfig(64, k_stages=4, v_stages=4, pieces=2),
-    128: ForwardConfig(128, k_stages=3, v_stages=2, pieces=1),
+    64: ForwardConfig(64, keys=128, q_in_registers=True, k_stages=4, v_stages=4, pieces=2),
+    128: ForwardConfig(128, keys=128, q_in_registers=True, k_stages=3, v_stages=2, pieces=1),
+    256: ForwardConfig(256, keys=64, q_in_registers=False, k_stages=2, v_stages=2, pieces=1),
 }
 
 
@@ -137,6 +145,8 @@ class ForwardSm90:
     def __init__(self, dtype: type[cutlass.Numeric], config: ForwardConfig) -> None:
         self.dtype, self.config, self.head_dim = dtype, config, config.head_dim
         self.threads = 3 * WARPGROUP
+        self.splits = BLOCK // config.keys
+        self.out_columns = min(config.head_dim, OUT_COLUMNS)
 
     @cute.jit
     def __call__(
@@ -163,24 +173,34 @@ class ForwardSm90:
         tile = (BLOCK, self.head_dim)
         k_stages, v_stages = self.config.k_stages, self.config.v_stages
         layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile)
+        key_tile, strip = (self.config.keys, self.head_dim), (STRIP, self.out_columns)
         layout_k, layout_v = (
-            sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile, n) for n in (k_stages, v_stages)
+            sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, key_tile, n) for n in (k_stages, v_stages)
         )
-        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, (STRIP, self.head_dim), BLOCK // STRIP)
+        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, strip, BLOCK // STRIP)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
         stage = cute.select(layout_k, mode=[0, 1])
         atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, tile)
-        atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, tile)
-        atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, tile)
+        atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, key_tile)
+        atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, key_tile)
         atom_o, tma_o = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), (STRIP, self.head_dim)
+            cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), strip
         )
         mma_qk = sm90_utils.make_tiled_mma(
-            self.dtype, "K", "K", BLOCK // self.config.pieces, "RS", atom_layout_mnk=(2, 1, 1)
+            self.dtype,
+            "K",
+            "K",
+            self.config.keys // self.config.pieces,
+            "RS" if const_expr(self.config.q_in_registers) else "SS",
+            atom_layout_mnk=(2, 1, 1),
         )
-        mma_pv = sm90_utils.make_tiled_mma(self.dtype, "K", "MN", self.head_dim, "RS", atom_layout_mnk=(2, 1, 1))
+        # The second for the columns that are written at a time.
+        mma_pv, mma_out = (
+            sm90_utils.make_tiled_mma(self.dtype, "K", "MN", columns, "RS", atom_layout_mnk=(2, 1, 1))
+            for columns in (self.head_dim, self.out_columns)
+        )
 
         tile_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
         k_struct, v_struct = (
@@ -211,7 +231,7 @@ class ForwardSm90:
             counter,
             scale_log2,
             (layout_q, layout_k, layout_v, layout_o),
-            (mma_qk, mma_pv),
+            (mma_qk, mma_pv, mma_out),
             Storage,
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
@@ -242,9 +262,10 @@ class ForwardSm90:
             fa_pipeline.PipelineTmaAsync.create,
             producer_group=one,
             consumer_group=computing_warps,
-            tx_count=cute.size_in_bytes(self.dtype, layout_q),
             defer_sync=True,
         )
+        query_bytes = cute.size_in_bytes(self.dtype, layout_q)
+        keys_bytes = query_bytes // self.splits
         pipes = Pipes(
             words(
                 barrier_storage=storage.unit_bars.data_ptr(),
@@ -258,9 +279,9 @@ class ForwardSm90:
                 producer_group=masking_warps,
                 consumer_group=computing_warps,
             ),
-            tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1),
-            tiles(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.k_stages),
-            tiles(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.v_stages),
+            tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1, tx_count=query_bytes),
+            tiles(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.k_stages, tx_count=keys_bytes),
+            tiles(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.v_stages, tx_count=keys_bytes),
         )
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(1, 1))
@@ -344,21 +365,13 @@ class ForwardSm90:
             for i in cutlass.range(parts, unroll=1):
                 if i > 0 and i % 32 == 0:
                     lane_row = self.parts_from(lists.parts, first_part + i, parts - i, 0)
-                key_row = cute.arch.shuffle_sync(lane_row, i % 32)
-                pipes.k.producer_acquire(k_state)
-                load_k(key_row, k_state)
-                k_state.advance()
-                v_state = self.load_values(load_v, pipes.v, previous, v_state)
-                previous = key_row
+                row = cute.arch.shuffle_sync(lane_row, i % 32)
+                k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, row, previous, k_state, v_state)
             for r in cutlass.range(runs, unroll=1):
                 next_row, next_tiles = self.run_from(lists.runs, first_run + r + 1, runs - r - 1)
                 for i in cutlass.range(run_tiles, unroll=1):
-                    key_row = run_row + BLOCK * i
-                    pipes.k.producer_acquire(k_state)
-                    load_k(key_row, k_state)
-                    k_state.advance()
-                    v_state = self.load_values(load_v, pipes.v, previous, v_state)
-                    previous = key_row
+                    row = run_row + BLOCK * i
+                    k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, row, previous, k_state, v_state)
                 run_row, run_tiles = next_row, next_tiles
             unit_state.advance()
             first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
@@ -395,15 +408,26 @@ class ForwardSm90:
 
     @cute.jit
     def load_tile(self, atom, tma, smem, pipe, row, state):
-        """Start the load of 128 rows from ``row`` into a stage."""
+        """Start the load of keys or values from ``row`` into a stage."""
         s, g = cpasync.tma_partition(
             atom,
             0,
             cute.make_layout(1),
             cute.group_modes(smem, 0, 2),
-            cute.group_modes(self.tile_at(tma, row), 0, 2),
+            cute.group_modes(self.tile_at(tma, row, self.config.keys), 0, 2),
         )
         cute.copy(atom, g, s[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    @cute.jit
+    def load_keys(self, load_k, load_v, pipes, row, previous, k_state, v_state):
+        """The keys of a tile of the lists, and the values of the keys before each of its parts."""
+        for split in cutlass.range_constexpr(self.splits):
+            pipes.k.producer_acquire(k_state)
+            load_k(row + self.config.keys * split, k_state)
+            k_state.advance()
+            v_state = self.load_values(load_v, pipes.v, previous, v_state)
+            previous = row + self.config.keys * split
+        return k_state, v_state, previous
 
     @cute.jit
     def load_values(self, load_v, pipe, row, state):
@@ -414,9 +438,9 @@ class ForwardSm90:
             state.advance()
         return state
 
-    def tile_at(self, tensor, row):
-        """[128, d] from ``row`` of [rows, d]."""
-        return cute.local_tile(cute.domain_offset((row, 0), tensor), (BLOCK, self.head_dim), (0, 0))
+    def tile_at(self, tensor, row, rows=BLOCK):
+        """[rows, d] from ``row`` of [all rows, d]."""
+        return cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, self.head_dim), (0, 0))
 
     # The mask warps
 
@@ -453,15 +477,17 @@ class ForwardSm90:
     def compute(self, mmas, shared, pipes, output, mLSE, carried, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
-        mma_qk, mma_pv = mmas
+        mma_qk, mma_pv, mma_out = mmas
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         first_threads = cute.make_layout(2, stride=WARPGROUP)
-        wg_qk, wg_pv = (mma.get_slice(first_threads(group)) for mma in mmas)
-        tile = (BLOCK, BLOCK, self.head_dim)
-        _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(wg_qk, tile, None, shared.k)
+        wg_qk, wg_pv = (mma.get_slice(first_threads(group)) for mma in mmas[:2])
+        keys = self.config.keys
+        _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(
+            wg_qk, (BLOCK, keys, self.head_dim), shared.q, shared.k
+        )
         acc_O, fragment_p, fragment_v = sm90_utils.partition_fragment_ABC(
-            wg_pv, (BLOCK, self.head_dim, BLOCK), None, layout_utils.transpose_view(shared.v)
+            wg_pv, (BLOCK, self.head_dim, keys), None, layout_utils.transpose_view(shared.v)
         )
         softmax = OnlineSoftmax.create(scale_log2)
         tools = SimpleNamespace(
@@ -470,13 +496,14 @@ class ForwardSm90:
             acc_O=acc_O,
             fragment_q=fragment_q,
             fragment_p=fragment_p,
-            q_copy=cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), mma_qk),
+            mma_qk=mma_qk,
             mma_pv=mma_pv,
+            mma_out=mma_out,
             shared=shared,
             pipes=pipes,
             thread=thread,
         )
-        acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((BLOCK, BLOCK)), Float32)
+        acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((BLOCK, keys)), Float32)
         scores = partial(start_scores, mma_qk, acc_S, fragment_q, fragment_k)
         weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
         step = partial(self.step, scores, weigh, tools, acc_S)
@@ -485,7 +512,8 @@ class ForwardSm90:
         unit, bits, q_state = state_of(PLACES), state_of(1), state_of(1)
         k_state, v_state = state_of(self.config.k_stages), state_of(self.config.v_stages)
         pipes.q.consumer_wait(q_state)
-        q_state = self.take_query(tools, q_state)
+        if const_expr(self.config.q_in_registers):
+            q_state = self.take_query(tools, q_state)
         pipes.k.consumer_wait(k_state)
         scores(k_state.index)
         warpgroup.wait_group(0)
@@ -495,21 +523,25 @@ class ForwardSm90:
             release(pipes.k, k_state)
             k_state.advance()
             if parts > 0:
-                own, bits = self.take_bits(tools, bits)
+                own, bits = self.take_bits(tools, bits, Int32(0))
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
             softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
-            for _ in cutlass.range(parts - 1, unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, begun, masked=True)
+            for i in cutlass.range(1, self.splits * parts, unroll=1):
+                k_state, v_state, bits = step(k_state, v_state, bits, i % self.splits, begun, masked=True)
                 begun = Boolean(True)
-            for _ in cutlass.range(full - (1 if parts == 0 else 0), unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, begun, masked=False)
+            for _ in cutlass.range(self.splits * full - (1 if parts == 0 else 0), unroll=1):
+                k_state, v_state, bits = step(k_state, v_state, bits, Int32(0), begun, masked=False)
                 begun = Boolean(True)
 
-            pipes.q.consumer_wait(q_state)
-            q_state = self.take_query(tools, q_state)
+            if const_expr(self.config.q_in_registers):
+                pipes.q.consumer_wait(q_state)
+                q_state = self.take_query(tools, q_state)
+            else:
+                release(pipes.q, q_state)
+                q_state.advance()
             pipes.v.consumer_wait(v_state)
             weigh(v_state.index, begun)
             self.leave_statistics(tools, carried, mLSE, unit.index)
@@ -517,6 +549,8 @@ class ForwardSm90:
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
             if parts + full > 0:
+                if const_expr(not self.config.q_in_registers):
+                    pipes.q.consumer_wait(q_state)
                 pipes.k.consumer_wait(k_state)
                 scores(k_state.index)
                 warpgroup.wait_group(self.config.pieces)
@@ -534,7 +568,7 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, begun, masked: cutlass.Constexpr):
+    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, split, begun, masked: cutlass.Constexpr):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
         if it has not ``begun``."""
         pipes = tools.pipes
@@ -543,7 +577,7 @@ class ForwardSm90:
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
-            own, bits = self.take_bits(tools, bits)
+            own, bits = self.take_bits(tools, bits, split)
         pieces = self.config.pieces
         for piece in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(pieces - piece)
@@ -567,19 +601,23 @@ class ForwardSm90:
         return k_state, v_state, bits
 
     @cute.jit
-    def take_bits(self, tools, state):
-        """The bits of this thread's two rows of a partial tile."""
+    def take_bits(self, tools, state, split):
+        """The bits of this thread's two rows of a partial tile, from those of its keys in a ``split`` on."""
         tools.pipes.bits.consumer_wait(state)
         own = masking.own_bits(tools.shared.bits, tools.thread)
-        cute.arch.sync_warp()
-        release(tools.pipes.bits, state)
-        state.advance()
+        if const_expr(self.splits > 1):
+            for r in cutlass.range_constexpr(2):
+                own[r] >>= Uint32(self.config.keys // 4 * split)
+        if split == self.splits - 1:
+            cute.arch.sync_warp()
+            release(tools.pipes.bits, state)
+            state.advance()
         return own, state
 
     @cute.jit
     def take_query(self, tools, state):
         """The query tile, from shared memory to registers: its stage is free for the next item at once."""
-        copy = tools.q_copy
+        copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), tools.mma_qk)
         cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.shared.q), copy.retile(tools.fragment_q))
         cute.arch.sync_warp()
         release(tools.pipes.q, state)
@@ -652,40 +690,42 @@ class ForwardSm90:
         atom, tma, mO = output
         thread, smem = afresh(tools.thread), tools.shared.out
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        rounded = cute.make_rmem_tensor_like(tools.acc_O, self.dtype)
-        fa_utils.cvt_f16(tools.acc_O, rounded)
-        store = cute.make_tiled_copy_C(fa_utils.get_smem_store_atom(90, self.dtype), tools.mma_pv).get_slice(thread)
-        # What read the strip before must be over.
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
+        store = cute.make_tiled_copy_C(fa_utils.get_smem_store_atom(90, self.dtype), tools.mma_out).get_slice(thread)
         whole = cute.group_modes(layout_utils.select(smem, [0, 2, 1]), 0, 2)
-        cute.copy(store, store.retile(rounded), store.partition_D(whole))
-        strip = smem[None, None, warp]
-        target = cute.domain_offset((row + STRIP * warp, 0), mO[None, None, head])
-        if STRIP * (warp + 1) <= rows:
-            cute.arch.fence_view_async_shared()
+        shape, strip = (STRIP, self.out_columns), smem[None, None, warp]
+        rounded = cute.make_rmem_tensor(
+            tools.mma_out.get_slice(thread).partition_shape_C((BLOCK, self.out_columns)), self.dtype
+        )
+        for part in cutlass.range_constexpr(self.head_dim // self.out_columns):
+            first = tools.acc_O.iterator + cute.size(rounded) * part
+            fa_utils.cvt_f16(cute.make_tensor(first, rounded.layout), rounded)
+            # What read the strip before must be over.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
-            whole_strip = cute.local_tile(
-                cute.domain_offset((row + STRIP * warp, 0), tma[None, None, head]), (STRIP, self.head_dim), (0, 0)
-            )
-            s, g = cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(strip, 0, 2), cute.group_modes(whole_strip, 0, 2)
-            )
-            with cute.arch.elect_one():
-                cute.copy(atom, s, g)
-            cute.arch.cp_async_bulk_commit_group()
-        else:
-            cute.arch.sync_warp()
-            copy = copy_utils.tiled_copy_2d(self.dtype, self.head_dim // 8, 32, 8).get_slice(lane)
-            pieces = copy.partition_S(strip)
-            shape = (STRIP, self.head_dim)
-            where = copy.partition_S(cute.make_identity_tensor(shape))
-            places = copy.partition_D(cute.local_tile(target, shape, (0, 0)))
-            held = cute.make_rmem_tensor_like(pieces)
-            cute.autovec_copy(pieces, held)
-            for i in cutlass.range_constexpr(cute.size(held, mode=[1])):
-                if STRIP * warp + where[0, i, 0][0] < rows:
-                    cute.copy(copy, held[None, i, None], places[None, i, None])
+            cute.copy(store, store.retile(rounded), store.partition_D(whole))
+            start = (row + STRIP * warp, self.out_columns * part)
+            if STRIP * (warp + 1) <= rows:
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                target = cute.local_tile(cute.domain_offset(start, tma[None, None, head]), shape, (0, 0))
+                s, g = cpasync.tma_partition(
+                    atom, 0, cute.make_layout(1), cute.group_modes(strip, 0, 2), cute.group_modes(target, 0, 2)
+                )
+                with cute.arch.elect_one():
+                    cute.copy(atom, s, g)
+                cute.arch.cp_async_bulk_commit_group()
+            else:
+                cute.arch.sync_warp()
+                copy = copy_utils.tiled_copy_2d(self.dtype, self.out_columns // 8, 32, 8).get_slice(lane)
+                pieces = copy.partition_S(strip)
+                where = copy.partition_S(cute.make_identity_tensor(shape))
+                target = cute.local_tile(cute.domain_offset(start, mO[None, None, head]), shape, (0, 0))
+                places = copy.partition_D(target)
+                held = cute.make_rmem_tensor_like(pieces)
+                cute.autovec_copy(pieces, held)
+                for i in cutlass.range_constexpr(cute.size(held, mode=[1])):
+                    if STRIP * warp + where[0, i, 0][0] < rows:
+                        cute.copy(copy, held[None, i, None], places[None, i, None])
 
     def own_elements(self, tensor, row, mma_pv, thread):
         """This thread's elements of 128 rows of [rows, d]: ((pair, row, column group), 1, 1)."""

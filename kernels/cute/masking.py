@@ -72,7 +72,7 @@ def own_bits(bits: cute.Tensor, thread: Int32) -> cute.Tensor:
 def apply(scores: cute.Tensor, own: cute.Tensor, piece: cutlass.Constexpr = 0, pieces: cutlass.Constexpr = 1):
     """Set what the bits of a thread's two rows leave out to −inf, in one of the ``pieces`` of the columns."""
     grid = layout_utils.reshape_acc_to_mn(scores)
-    columns = cutlass.const_expr(32 // pieces)
+    columns = cutlass.const_expr(cute.size(grid, mode=[1]) // pieces)
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(piece * columns, (piece + 1) * columns):
             grid[r, c] = grid[r, c] if cutlass.Boolean(own[r] & (Uint32(1) << c)) else -Float32.inf

@@ -81,7 +81,7 @@ class OnlineSoftmax(ParamsBase):
         grid = layout_utils.reshape_acc_to_mn(scores)
         columns = const_expr(cute.size(grid, mode=[1]))
         values = layout_utils.reshape_acc_to_mn(accumulator)
-        stride = const_expr(columns // cute.size(values, mode=[1]))
+        wide = const_expr(cute.size(values, mode=[1]))
         reference = [finite(m[r]) * scale for r in range(2)]
         sums = cute.make_rmem_tensor((2, _CHAINS), Float32)
         for c in cutlass.range_constexpr(columns):
@@ -91,8 +91,8 @@ class OnlineSoftmax(ParamsBase):
                     sums[r, c] = grid[r, c]
                 else:
                     sums[r, c % _CHAINS] += grid[r, c]
-                if const_expr(c % stride == 0):
-                    values[r, c // stride] *= decay[r]
+                for i in cutlass.range_constexpr(c * wide // columns, (c + 1) * wide // columns):
+                    values[r, i] *= decay[r]
         for r in cutlass.range_constexpr(2):
             l[r] = l[r] * decay[r] + ((sums[r, 0] + sums[r, 1]) + (sums[r, 2] + sums[r, 3]))
 
