@@ -1,0 +1,66 @@
+"""The report shows every committed row, and nothing that is not in the files."""
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from bench.harness import RESULTS, Row, write
+from bench.report import MOST_BARS, build, main, read
+
+ROWS = [
+    Row("X1", f"case {number} <&>", "time", 1.0 + number, "ms", "other", 2.0, (1.0 + number) / 2.0)
+    for number in range(3)
+]
+
+
+def test_every_committed_row_is_shown(tmp_path: Path) -> None:
+    page = build(out=tmp_path).read_text()
+    text = unescape(page)
+    for path in RESULTS.glob("*.json"):
+        given = json.loads(path.read_text())
+        assert f'id="{path.stem}"' in page
+        assert given["date"] in text
+        assert given["command"] in text
+        assert all(f"<td>{row['case']}</td>" in text for row in given["rows"])
+    assert text.count("<tr>") == sum(
+        len(group.rows) + 1 for path in RESULTS.glob("*.json") for group in read(path).groups
+    )
+    figures = re.findall(r'<img src="([^"]+)"', page)
+    assert len(figures) == len(set(figures)) == len(list(tmp_path.glob("*.png"))) > 0
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in figures)
+
+
+def test_values_come_from_the_files(tmp_path: Path) -> None:
+    write("unheard_of", ROWS, tmp_path)
+    write("replay", [Row("X2", "many", "share", number / 7) for number in range(MOST_BARS + 1)], tmp_path)
+    page = unescape(build(tmp_path, tmp_path / "out").read_text())
+    assert "unheard_of" in page
+    assert "case 2 <&>" in page
+    assert '<td class="number">1.5</td>' in page  # the ratio of case 2
+    assert page.index("These are replays") > page.index('id="replay"')
+    assert page.count("These are replays") == 1
+    assert page.index('id="replay"') < page.index('id="unheard_of"')  # known benches first
+
+
+def test_what_cannot_be_compared_is_not_drawn(tmp_path: Path) -> None:
+    write("one", [ROWS[0]], tmp_path)
+    write("none", [Row("X3", str(number), "time", float("nan")) for number in range(3)], tmp_path)
+    assert "<img" not in build(tmp_path, tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"bar": 1}]}'])
+def test_other_files_are_refused(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "odd.json").write_text(content)
+    with pytest.raises(ValueError, match=r"odd\.json: not a results file"):
+        build(tmp_path, tmp_path / "out")
+    with pytest.raises(SystemExit):
+        main(["--results", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert "not a results file" in capsys.readouterr().err
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no results files"):
+        build(tmp_path, tmp_path / "out")
