@@ -40,7 +40,10 @@ from marble.kernels.cute.worklist import BLOCK, WorkList
 WARPGROUP = 128
 """Threads of a warpgroup."""
 
-STRIP = 16
+STRIP = 64
+"""Query rows that a computing warpgroup computes: half a query block of one head."""
+
+OUT_ROWS = 16
 """Rows that a computing warp writes."""
 
 OUT_COLUMNS = 128
@@ -49,8 +52,9 @@ OUT_COLUMNS = 128
 PLACES = 3
 """Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
 
-ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
-"""What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
+ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, FIRST_STRIP, KV_HEAD = range(10)
+"""What shared memory holds of a unit: the columns of `WorkList.items`, then the first of its strips, two for
+each query head of the key/value head, and the key/value head."""
 
 MASK_WARPS = 2
 """Each for the rows of one computing warpgroup."""
@@ -65,6 +69,7 @@ class ForwardConfig:
 
     Attributes:
         head_dim: 64, 128 or 256.
+        strips: computing warpgroups, 2 or 3, each with a strip.
         keys: a tile of the lists is computed in tiles of so many keys, 128 or 64.
         q_in_registers: whether the query tile lives in registers or stays in shared memory.
         k_stages: key tiles in flight.
@@ -76,6 +81,7 @@ class ForwardConfig:
     """
 
     head_dim: int
+    strips: int
     keys: int
     q_in_registers: bool
     k_stages: int
@@ -87,16 +93,20 @@ class ForwardConfig:
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim: the Hopper kernels compute 64, 128 and 256, got {self.head_dim}")
-        if self.load_registers + 2 * self.math_registers > 504:
-            raise ValueError(
-                "registers: the kernel begins with 168 for each thread, 504 for three threads of the warpgroups"
-            )
+        at_first = 64 * 1024 // self.threads // 8 * 8
+        if self.load_registers + self.strips * self.math_registers > (1 + self.strips) * at_first:
+            raise ValueError(f"registers: the kernel begins with {at_first} for each of {self.threads} threads")
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return (1 + self.strips) * WARPGROUP
 
 
 CONFIGS = {
-    64: ForwardConfig(64, keys=128, q_in_registers=True, k_stages=4, v_stages=4, pieces=2),
-    128: ForwardConfig(128, keys=128, q_in_registers=True, k_stages=3, v_stages=2, pieces=1),
-    256: ForwardConfig(256, keys=64, q_in_registers=False, k_stages=2, v_stages=2, pieces=1),
+    64: ForwardConfig(64, strips=2, keys=128, q_in_registers=True, k_stages=4, v_stages=4, pieces=2),
+    128: ForwardConfig(128, strips=2, keys=128, q_in_registers=True, k_stages=3, v_stages=2, pieces=1),
+    256: ForwardConfig(256, strips=2, keys=64, q_in_registers=False, k_stages=2, v_stages=2, pieces=1),
 }
 
 
@@ -144,7 +154,7 @@ class ForwardSm90:
 
     def __init__(self, dtype: type[cutlass.Numeric], config: ForwardConfig) -> None:
         self.dtype, self.config, self.head_dim = dtype, config, config.head_dim
-        self.threads = 3 * WARPGROUP
+        self.strips, self.threads = config.strips, config.threads
         self.splits = BLOCK // config.keys
         self.out_columns = min(config.head_dim, OUT_COLUMNS)
 
@@ -170,23 +180,23 @@ class ForwardSm90:
             scale_log2: softmax scale times log₂ e.
             ctas: thread blocks, at most one per multiprocessor.
         """
-        tile = (BLOCK, self.head_dim)
+        query_strip = (STRIP, self.head_dim)
         k_stages, v_stages = self.config.k_stages, self.config.v_stages
-        layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, tile)
-        key_tile, strip = (self.config.keys, self.head_dim), (STRIP, self.out_columns)
+        layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, query_strip, self.strips)
+        key_tile, written = (self.config.keys, self.head_dim), (OUT_ROWS, self.out_columns)
         layout_k, layout_v = (
             sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, key_tile, n) for n in (k_stages, v_stages)
         )
-        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, strip, BLOCK // STRIP)
+        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, written, 4 * self.strips)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
         stage = cute.select(layout_k, mode=[0, 1])
-        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, tile)
+        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_q, mode=[0, 1]), query_strip)
         atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, key_tile)
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, key_tile)
         atom_o, tma_o = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), strip
+            cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), written
         )
         mma_qk = sm90_utils.make_tiled_mma(
             self.dtype,
@@ -194,11 +204,11 @@ class ForwardSm90:
             "K",
             self.config.keys // self.config.pieces,
             "RS" if const_expr(self.config.q_in_registers) else "SS",
-            atom_layout_mnk=(2, 1, 1),
+            atom_layout_mnk=(1, 1, 1),
         )
         # The second for the columns that are written at a time.
         mma_pv, mma_out = (
-            sm90_utils.make_tiled_mma(self.dtype, "K", "MN", columns, "RS", atom_layout_mnk=(2, 1, 1))
+            sm90_utils.make_tiled_mma(self.dtype, "K", "MN", columns, "RS", atom_layout_mnk=(1, 1, 1))
             for columns in (self.head_dim, self.out_columns)
         )
 
@@ -255,7 +265,8 @@ class ForwardSm90:
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
         )
         one, masking_warps, computing_warps, both = (
-            pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, MASK_WARPS, 8, 8 + MASK_WARPS)
+            pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
+            for n in (1, MASK_WARPS, 4 * self.strips, 4 * self.strips + MASK_WARPS)
         )
         words = partial(pipeline.PipelineAsync.create, defer_sync=True)
         tiles = partial(
@@ -265,7 +276,7 @@ class ForwardSm90:
             defer_sync=True,
         )
         query_bytes = cute.size_in_bytes(self.dtype, layout_q)
-        keys_bytes = query_bytes // self.splits
+        keys_bytes = cute.size_in_bytes(self.dtype, cute.select(layout_k, mode=[0, 1]))
         pipes = Pipes(
             words(
                 barrier_storage=storage.unit_bars.data_ptr(),
@@ -296,7 +307,8 @@ class ForwardSm90:
                 self.mask(shared, pipes, lists, warp - 2)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, scale_log2)
+            group = tmas[0].shape[2] // tmas[1].shape[2]
+            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, group, scale_log2)
 
     # The dealing warp
 
@@ -306,35 +318,52 @@ class ForwardSm90:
         there are none left."""
         lane, heads, kv_heads = cute.arch.lane_idx(), tmas[0].shape[2], tmas[1].shape[2]
         group = heads // kv_heads
-        units = lists.items.shape[0] * heads
+        rounds = cute.ceil_div(2 * group, self.strips)
+        units = lists.items.shape[0] * kv_heads * rounds
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
-            item, kv_head, member = unit_at(lists, number, kv_heads, group)
+            item, kv_head, turn = unit_at(lists, number, kv_heads, rounds)
             field = Int32(0)
-            if lane < HEAD:
+            if lane < FIRST_STRIP:
                 field = lists.items[item, lane]
-            head = kv_head * group + member
-            field = head if lane == HEAD else field
+            field = turn * self.strips if lane == FIRST_STRIP else field
             field = kv_head if lane == KV_HEAD else field
             self.write_unit(shared, pipes, state, field)
             state.advance()
             pipes.q.producer_acquire(q_state)
-            tile = self.tile_at(tmas[0][None, None, head], cute.arch.shuffle_sync(field, ROW))
-            load, _, _ = copy_utils.tma_get_copy_fn(atoms[0], 0, cute.make_layout(1), tile, shared.q, single_stage=True)
-            load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+            row, rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, TOUCH))
+            for which in cutlass.range_constexpr(self.strips):
+                head, start, count = self.strip_at(turn * self.strips + which, kv_head, group, row, rows)
+                load, _, _ = copy_utils.tma_get_copy_fn(
+                    atoms[0],
+                    0,
+                    cute.make_layout(1),
+                    self.tile_at(tmas[0][None, None, head], start, STRIP),
+                    shared.q[None, None, which],
+                    single_stage=True,
+                )
+                load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+                if touch & int(Touch.FIRST) == 0 and count > 0:
+                    with cute.arch.elect_one():
+                        prefetch(fa_utils.elem_pointer(acc, (head, start, 0)), count * self.head_dim * 4)
             q_state.advance()
-            rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROWS, TOUCH))
-            if touch & int(Touch.FIRST) == 0:
-                start = fa_utils.elem_pointer(acc, (head, cute.arch.shuffle_sync(field, ROW), 0))
-                with cute.arch.elect_one():
-                    prefetch(start, rows * self.head_dim * 4)
             number = fetch(counter, units)
         self.write_unit(shared, pipes, state, Int32(0))
         pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
+
+    @cute.jit
+    def strip_at(self, strip, kv_head, group, row, rows):
+        """Query head, first row and number of rows of a strip of a query block. Behind the last strip come copies of
+        it, of which nothing is written."""
+        last = 2 * group - 1
+        found = cutlass.min(strip, last)
+        half = found % 2
+        count = cutlass.max(cutlass.min(rows - STRIP * half, STRIP), 0) if strip <= last else Int32(0)
+        return kv_head * group + found // 2, row + STRIP * half, count
 
     @cute.jit
     def write_unit(self, shared, pipes, state, field):
@@ -438,7 +467,7 @@ class ForwardSm90:
             state.advance()
         return state
 
-    def tile_at(self, tensor, row, rows=BLOCK):
+    def tile_at(self, tensor, row, rows):
         """[rows, d] from ``row`` of [all rows, d]."""
         return cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, self.head_dim), (0, 0))
 
@@ -474,20 +503,20 @@ class ForwardSm90:
     # The computing warpgroups
 
     @cute.jit
-    def compute(self, mmas, shared, pipes, output, mLSE, carried, scale_log2):
+    def compute(self, mmas, shared, pipes, output, mLSE, carried, group, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
         mma_qk, mma_pv, mma_out = mmas
-        thread = cute.arch.thread_idx()[0] - WARPGROUP
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        first_threads = cute.make_layout(2, stride=WARPGROUP)
-        wg_qk, wg_pv = (mma.get_slice(first_threads(group)) for mma in mmas[:2])
+        which = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        wg_qk, wg_pv = (mma.get_slice(0) for mma in mmas[:2])
+        own_q = shared.q[None, None, which]
         keys = self.config.keys
         _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(
-            wg_qk, (BLOCK, keys, self.head_dim), shared.q, shared.k
+            wg_qk, (STRIP, keys, self.head_dim), own_q, shared.k
         )
         acc_O, fragment_p, fragment_v = sm90_utils.partition_fragment_ABC(
-            wg_pv, (BLOCK, self.head_dim, keys), None, layout_utils.transpose_view(shared.v)
+            wg_pv, (STRIP, self.head_dim, keys), None, layout_utils.transpose_view(shared.v)
         )
         softmax = OnlineSoftmax.create(scale_log2)
         tools = SimpleNamespace(
@@ -502,8 +531,11 @@ class ForwardSm90:
             shared=shared,
             pipes=pipes,
             thread=thread,
+            which=which,
+            group=group,
+            own_q=own_q,
         )
-        acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((BLOCK, keys)), Float32)
+        acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((STRIP, keys)), Float32)
         scores = partial(start_scores, mma_qk, acc_S, fragment_q, fragment_k)
         weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
         step = partial(self.step, scores, weigh, tools, acc_S)
@@ -520,20 +552,21 @@ class ForwardSm90:
         begun = self.take_state(tools, carried, unit.index)
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
+            row_in_block = self.row_in_block(tools, unit.index)
             release(pipes.k, k_state)
             k_state.advance()
             if parts > 0:
-                own, bits = self.take_bits(tools, bits, Int32(0))
+                own, bits = self.take_bits(tools, bits, row_in_block, Int32(0))
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
             softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
             for i in cutlass.range(1, self.splits * parts, unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, i % self.splits, begun, masked=True)
+                k_state, v_state, bits = step(k_state, v_state, bits, row_in_block, i % self.splits, begun, masked=True)
                 begun = Boolean(True)
             for _ in cutlass.range(self.splits * full - (1 if parts == 0 else 0), unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, Int32(0), begun, masked=False)
+                k_state, v_state, bits = step(k_state, v_state, bits, row_in_block, Int32(0), begun, masked=False)
                 begun = Boolean(True)
 
             if const_expr(self.config.q_in_registers):
@@ -568,7 +601,7 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, split, begun, masked: cutlass.Constexpr):
+    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, row, split, begun, masked: cutlass.Constexpr):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
         if it has not ``begun``."""
         pipes = tools.pipes
@@ -577,7 +610,7 @@ class ForwardSm90:
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
-            own, bits = self.take_bits(tools, bits, split)
+            own, bits = self.take_bits(tools, bits, row, split)
         pieces = self.config.pieces
         for piece in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(pieces - piece)
@@ -601,10 +634,11 @@ class ForwardSm90:
         return k_state, v_state, bits
 
     @cute.jit
-    def take_bits(self, tools, state, split):
-        """The bits of this thread's two rows of a partial tile, from those of its keys in a ``split`` on."""
+    def take_bits(self, tools, state, row, split):
+        """The bits of this thread's two rows, ``row`` and 8 below, of a partial tile, from those of its keys in a
+        ``split`` on."""
         tools.pipes.bits.consumer_wait(state)
-        own = masking.own_bits(tools.shared.bits, tools.thread)
+        own = masking.own_bits(tools.shared.bits, row, tools.thread)
         if const_expr(self.splits > 1):
             for r in cutlass.range_constexpr(2):
                 own[r] >>= Uint32(self.config.keys // 4 * split)
@@ -618,16 +652,29 @@ class ForwardSm90:
     def take_query(self, tools, state):
         """The query tile, from shared memory to registers: its stage is free for the next item at once."""
         copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), tools.mma_qk)
-        cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.shared.q), copy.retile(tools.fragment_q))
+        cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.own_q), copy.retile(tools.fragment_q))
         cute.arch.sync_warp()
         release(tools.pipes.q, state)
         state.advance()
         return state
 
     @cute.jit
+    def own_strip(self, tools, place):
+        """Of this warpgroup's strip of a unit: query head, first row, rows and touch."""
+        unit = tools.shared.unit
+        row, rows, touch, first, kv_head = (unit[field, place] for field in (ROW, ROWS, TOUCH, FIRST_STRIP, KV_HEAD))
+        return *self.strip_at(first + tools.which, kv_head, tools.group, row, rows), touch
+
+    @cute.jit
+    def row_in_block(self, tools, place):
+        """The first of this thread's rows in the query block of a unit."""
+        strip = cutlass.min(tools.shared.unit[FIRST_STRIP, place] + tools.which, 2 * tools.group - 1)
+        return strip % 2 * STRIP + masking.row_of(tools.thread)
+
+    @cute.jit
     def take_state(self, tools, carried, place):
         """Begin with the state of the rows, or as rows that have seen nothing; whether the accumulator has begun."""
-        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
+        head, row, rows, touch = self.own_strip(tools, place)
         tools.softmax.reset()
         begun = touch & int(Touch.FIRST) == 0
         if begun:
@@ -649,7 +696,7 @@ class ForwardSm90:
     def leave_statistics(self, tools, carried, mLSE, place):
         """Write the log-sum-exp and keep what the output is to be multiplied by, or write m and ℓ. The last values
         may still be being weighed."""
-        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
+        head, row, rows, touch = self.own_strip(tools, place)
         softmax, thread = tools.softmax, afresh(tools.thread)
         softmax.reduce()
         if touch & int(Touch.LAST) != 0:
@@ -671,7 +718,7 @@ class ForwardSm90:
     def leave_accumulator(self, tools, carried, output, place):
         """Write the output, or the accumulator as it is. A thread owns two rows of it, and in each of them pairs of
         neighbouring columns."""
-        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
+        head, row, rows, touch = self.own_strip(tools, place)
         if touch & int(Touch.LAST) != 0:
             scale_rows(tools.acc_O, tools.norm)
             self.write_output(tools, output, head, row, rows)
@@ -685,16 +732,17 @@ class ForwardSm90:
 
     @cute.jit
     def write_output(self, tools, output, head, row, rows):
-        """Each warp passes its own 16 rows through shared memory; they leave by TMA, or row by row if some of them do
+        """Each warp passes its own rows through shared memory; they leave by TMA, or row by row if some of them do
         not belong to the block."""
         atom, tma, mO = output
-        thread, smem = afresh(tools.thread), tools.shared.out
+        thread = afresh(tools.thread)
+        smem = cute.local_tile(tools.shared.out, (OUT_ROWS, self.out_columns, 4), (0, 0, tools.which))
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         store = cute.make_tiled_copy_C(fa_utils.get_smem_store_atom(90, self.dtype), tools.mma_out).get_slice(thread)
         whole = cute.group_modes(layout_utils.select(smem, [0, 2, 1]), 0, 2)
-        shape, strip = (STRIP, self.out_columns), smem[None, None, warp]
+        shape, strip = (OUT_ROWS, self.out_columns), smem[None, None, warp]
         rounded = cute.make_rmem_tensor(
-            tools.mma_out.get_slice(thread).partition_shape_C((BLOCK, self.out_columns)), self.dtype
+            tools.mma_out.get_slice(thread).partition_shape_C((STRIP, self.out_columns)), self.dtype
         )
         for part in cutlass.range_constexpr(self.head_dim // self.out_columns):
             first = tools.acc_O.iterator + cute.size(rounded) * part
@@ -703,8 +751,8 @@ class ForwardSm90:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
             cute.copy(store, store.retile(rounded), store.partition_D(whole))
-            start = (row + STRIP * warp, self.out_columns * part)
-            if STRIP * (warp + 1) <= rows:
+            start = (row + OUT_ROWS * warp, self.out_columns * part)
+            if OUT_ROWS * (warp + 1) <= rows:
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 target = cute.local_tile(cute.domain_offset(start, tma[None, None, head]), shape, (0, 0))
@@ -724,12 +772,12 @@ class ForwardSm90:
                 held = cute.make_rmem_tensor_like(pieces)
                 cute.autovec_copy(pieces, held)
                 for i in cutlass.range_constexpr(cute.size(held, mode=[1])):
-                    if STRIP * warp + where[0, i, 0][0] < rows:
+                    if OUT_ROWS * warp + where[0, i, 0][0] < rows:
                         cute.copy(copy, held[None, i, None], places[None, i, None])
 
     def own_elements(self, tensor, row, mma_pv, thread):
-        """This thread's elements of 128 rows of [rows, d]: ((pair, row, column group), 1, 1)."""
-        return mma_pv.get_slice(thread).partition_C(self.tile_at(tensor, row))
+        """This thread's elements of a strip of [rows, d]: ((pair, row, column group), 1, 1)."""
+        return mma_pv.get_slice(thread).partition_C(self.tile_at(tensor, row, STRIP))
 
 
 def complete_all(values):
@@ -797,6 +845,7 @@ def run_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: State, lists: WorkList, scale: float, sms: int
 ) -> None:
     """Run the kernel on the current stream. Shapes as in `marble.kernels.contract.Backend.forward`."""
+    group = q.shape[1] // k.shape[1]
     compile_forward(q.dtype, q.shape[2])(
         q,
         k,
@@ -807,5 +856,5 @@ def run_forward(
         lists_of(lists),
         counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
         scale * math.log2(math.e),
-        min(sms, len(lists.items) * q.shape[1]),
+        min(sms, len(lists.items) * k.shape[1] * math.ceil(2 * group / CONFIGS[q.shape[2]].strips)),
     )

@@ -55,16 +55,16 @@ def columns_below(limits: Uint32, t: Uint32) -> Uint32:
 
 
 def row_of(thread: Int32) -> Int32:
-    """The first of a computing thread's two rows in a tile; the second is 8 below."""
-    return thread // 128 * 64 + thread // 32 % 4 * 16 + thread % 32 // 4
+    """The first of the two rows of a computing warpgroup's thread among its 64; the second is 8 below."""
+    return thread // 32 * 16 + thread % 32 // 4
 
 
 @cute.jit
-def own_bits(bits: cute.Tensor, thread: Int32) -> cute.Tensor:
-    """The bits of a computing thread's two rows, of a stage [4, 128]."""
+def own_bits(bits: cute.Tensor, row: Int32, thread: Int32) -> cute.Tensor:
+    """The bits of a thread's rows ``row`` and ``row`` + 8, of a stage [4, 128]."""
     own = cute.make_rmem_tensor(2, Uint32)
     for r in cutlass.range_constexpr(2):
-        own[r] = bits[thread % 4, row_of(thread) + 8 * r]
+        own[r] = bits[thread % 4, row + 8 * r]
     return own
 
 
