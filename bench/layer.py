@@ -4,8 +4,8 @@
 the same pack. Before that its error against float64 is set over that of one GPU's call, on a smaller pack, and on the
 whole pack all its results are compared with one GPU's. Who refuses a case, or is wrong, is named with the reason. A
 time is the median over repetitions of the slower rank's, whose GPUs begin together. The exit code is 1 if a bar is
-missed. The layers are those of the workloads' models, head size 128. Qwen3.8-27B, which would run the Qwen packs with
-head size 256, is not among them.
+missed or a case fails. The layers are those of the workloads' models, head size 128; Qwen3.8-27B, which would run the
+Qwen packs with head size 256, is not among them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import gc
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -33,16 +34,21 @@ from marble.kernels.launch import backend
 from marble.workloads import WORKLOADS
 
 
-def measure(workload: str, tokens: int, settings: Settings) -> tuple[list[Row], list[str]]:
-    """All bars on every layer of a workload, and who was left out of what and why."""
+def measure(workload: str, tokens: int, settings: Settings) -> tuple[list[Row], list[str], list[str]]:
+    """All bars on every layer of a workload; who was left out of what and why; and what failed."""
     rows: list[Row] = []
-    left_out = []
+    left_out, failed = [], []
     for case in cases([workload], [128], tokens):
-        begun = time.monotonic()
-        say(title(case, dist.get_world_size()))
-        exact, small_refusals = errors(case, settings)
-        timed, refusals = times(case, settings)
-        reasons = [f"{case.title}: {name}: {reason}" for name, reason in (small_refusals | refusals).items()]
+        begun, name = time.monotonic(), title(case, dist.get_world_size())
+        say(name)
+        try:
+            exact, small_refusals = errors(case, settings)
+            timed, refusals = times(case, settings)
+        except Exception:  # ranks fail alike; one case must not cost the others their machines
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        reasons = [f"{name}: {who}: {why}" for who, why in (small_refusals | refusals).items()]
         for line in (*lines(exact, timed), *(f"left out: {reason}" for reason in reasons)):
             say(f"  {line}")
         say(f"  {time.monotonic() - begun:.0f} s")
@@ -50,7 +56,7 @@ def measure(workload: str, tokens: int, settings: Settings) -> tuple[list[Row], 
         left_out += reasons
         gc.collect()
         torch.cuda.empty_cache()
-    return rows, left_out
+    return rows, left_out, failed
 
 
 def say(text: str) -> None:
@@ -78,16 +84,18 @@ def main(words: Sequence[str] | None = None) -> int:
         partial(milliseconds, repeats=given.repeats),
         tuple(filter(None, given.skip.split(";"))),
     )
-    short = []
+    short, failed = [], []
     for workload in given.workloads.split(","):
-        rows, left_out = measure(workload, given.tokens, settings)
+        rows, left_out, broken = measure(workload, given.tokens, settings)
         short += missed(rows)
+        failed += broken
         if dist.get_rank() == 0:
             write("layer", rows, given.out, part=workload, left_out=left_out)
     say(f"missed: {short}" if short else "no bar missed")
+    say(f"failed: {failed}" if failed else "no case failed")
     nvshmem.disconnect()
     dist.destroy_process_group()
-    return 1 if short else 0
+    return 1 if short or failed else 0
 
 
 if __name__ == "__main__":

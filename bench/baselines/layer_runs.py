@@ -41,13 +41,19 @@ class Settings:
     skip: tuple[str, ...] = ()
 
     def accepted(self, case: Case, inputs: Inputs) -> tuple[dict[str, Layer], dict[str, str]]:
-        """The contenders that run a case, and why the others do not."""
+        """The contenders that run a case, and why the others do not.
+
+        Raises:
+            RuntimeError: if one of marble's neither runs nor refuses.
+        """
         layers: dict[str, Layer] = {}
         refusals: dict[str, str] = {}
         baselines = (offer for each in (exchanged, context_parallel, usp) for offer in each.offers(case, inputs))
         for offer in (*of_ranks(case, inputs, self.kernels), *baselines):
             answer = "left out by --skip" if offer.name.startswith(self.skip or ("\0",)) else offer.accepted()
             if isinstance(answer, str):
+                if ours(offer.name) and not answer.startswith(("ValueError:", "left out")):
+                    raise RuntimeError(f"{case.title}: {offer.name}: {answer}")
                 refusals[offer.name] = answer
             else:
                 layers[offer.name] = answer
@@ -81,7 +87,7 @@ def times(case: Case, settings: Settings) -> tuple[list[Row], dict[str, str]]:
     """T2, T3 and T4 on the whole pack: times of everyone whose results are those of one GPU; and refusals.
 
     Raises:
-        RuntimeError: if marble's own results are wrong.
+        RuntimeError: if a layer of marble's is wrong, or neither runs nor refuses.
     """
     inputs = Inputs.random(case, settings.device)
     single = alone(case, inputs, settings.kernels)
@@ -95,9 +101,9 @@ def times(case: Case, settings: Settings) -> tuple[list[Row], dict[str, str]]:
             if isinstance(layer, Ours) and ours(name) and name.startswith("ring,"):
                 right[f"{name}, {SILENT}"] = layer.silent()
         elif ours(name):
-            raise RuntimeError(f"{case.title}: {name} is wrong: {found}")
+            raise RuntimeError(f"{case.title}: {name} differs from one GPU by {found}")
         else:
-            refusals[name] = f"wrong: {found}"
+            refusals[name] = f"wrong: it differs from one GPU by {found}"
     del inputs, expected  # what the layers need of them, they have
     return time_rows(title(case, dist.get_world_size()), settings.clock(right)), refusals
 

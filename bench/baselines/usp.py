@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.baselines.calls import DENSE_CAUSAL, Case
@@ -81,10 +81,11 @@ def _check(case: Case) -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, **_options: Any) -> Tensor:
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    # Not nn.functional's: PyTorch's ring replaces that function while it runs, and in 2.11 for good if it fails.
+    grouped = q.shape[2] != k.shape[2]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = nn.functional.scaled_dot_product_attention(
-            *heads_first, is_causal=causal, scale=softmax_scale, enable_gqa=q.shape[2] != k.shape[2]
+        out = _ATEN.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=softmax_scale, enable_gqa=grouped
         )
     return out.transpose(1, 2)
 

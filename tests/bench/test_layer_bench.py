@@ -1,9 +1,11 @@
 """The contenders of `bench.layer` on two gloo processes: right as they are, wrong without their transfers, and named
 where they refuse."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,9 +22,10 @@ from bench.baselines.calls import DENSE_CAUSAL, Case, MaskedCall, cases
 from bench.baselines.context_parallel import FlexAllGather, SdpaRing
 from bench.baselines.exchanged import Gathered, Ulysses
 from bench.baselines.layer_bars import SILENT, missed, time_rows
-from bench.baselines.layer_runs import DIFFERENT, Settings, errors, lines, times, title
+from bench.baselines.layer_runs import DIFFERENT, Settings, lines, title
 from bench.baselines.layers import ONE, PER_STEP, Inputs, Layer, Ours, alone, differences, of_ranks, whole
-from bench.harness import Row
+from bench.harness import Row, write
+from bench.layer import measure
 from marble import AttentionShape
 from marble.kernels.launch import backend
 from marble.testing.exactness import GATE, RESULTS
@@ -121,11 +124,11 @@ def public_schemes(case: Case, inputs: Inputs) -> Iterator[tuple[str, Layer]]:
 
 
 def whole_bench() -> Any:
-    """Errors, times and lines of a small pack, with a clock that stands still."""
+    """A small pack, and one that cannot be built, with a clock that stands still."""
     settings = Settings(backend("reference"), CPU, 512, lambda layers: dict.fromkeys(layers, 1.0), ("Ulysses",))
-    case = replace(CASES[0], tokens=512)
-    exact, timed = errors(case, settings), times(case, settings)
-    return exact, timed, lines(exact[0], timed[0])
+    some = [replace(CASES[0], name="nothing"), replace(CASES[0], tokens=512)]
+    with mock.patch("bench.layer.cases", return_value=some):
+        return measure("bagel_mix", 512, settings)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +170,10 @@ def test_yunchang_agrees_with_one_rank(answers: Any) -> None:
 
 
 def test_the_bench_measures_and_names_all(answers: Any) -> None:
-    (exact, left_out), (timed, refusals), said = answers["bench"]
+    rows, left_out, failed = answers["bench"]
+    assert failed == ["nothing, 768 tokens, d16, 2 ranks"]
     ran = [f"{schedule}, torch_dist" for schedule in SCHEDULES]
+    exact, timed = ([row for row in rows if (row.bar == "T5") is which] for which in (True, False))
     assert {row.metric for row in exact} == {f"{name}: {result}" for name in (*ran, PER_STEP) for result in RESULTS}
     assert max(row.ratio for row in exact if not row.metric.startswith(PER_STEP)) <= GATE
     assert max(row.ratio for row in exact if row.metric.startswith(PER_STEP)) > GATE
@@ -178,15 +183,35 @@ def test_the_bench_measures_and_names_all(answers: Any) -> None:
         ("T2", f"{ran[0]}: exposed", None),
         ("T4", ran[0], PER_STEP),
     }
-    assert len(said) == len(timed)
-    assert all("errors of" in line or "exposed" in line for line in said)
-    for found in (left_out, refusals):
-        assert found["Ulysses, FA4 mask_mod"] == "left out by --skip"
-        assert found["all-gather, FA4 mask_mod"] == "ValueError: FlashAttention-4 needs a GPU"
-        assert "one causal sample" in found["PyTorch CP, SDPA ring, cuDNN"]
-        assert "does not support backward on CPU" in found["PyTorch CP, Flex all-gather"]
-        assert "one causal sample" in found["yunchang, zigzag ring"]
-        assert "nccl_rma" in found["ring, nccl_rma"]
+    for line in lines(exact, timed):
+        assert "exposed: 0.00 ms" in line or "ratio 1.000; errors of " in line
+    for why in (
+        "Ulysses, FA4 mask_mod: left out by --skip",
+        "all-gather, FA4 mask_mod: ValueError: FlashAttention-4 needs a GPU",
+        "PyTorch CP, SDPA ring, cuDNN: ValueError: it computes one causal sample and nothing else",
+        "PyTorch CP, Flex all-gather: NotImplementedError: FlexAttention does not support backward on CPU",
+        "yunchang, zigzag ring: ValueError: it computes one causal sample and nothing else",
+        "ring, nccl_rma: ValueError: transport: 'nccl_rma'",
+    ):
+        assert sum(why in reason for reason in left_out) == 1, (why, left_out)
+
+
+def test_what_of_marble_neither_runs_nor_refuses_is_an_error() -> None:
+    public = ("all-gather", "Ulysses", "PyTorch", "yunchang")
+    settings, inputs = Settings(backend("reference"), CPU, 512, dict.fromkeys, public), Inputs.random(CASES[0], CPU)
+
+    def accepted(reason: str) -> Any:
+        ring = mock.Mock(accepted=lambda: reason)
+        ring.name = "ring, nvshmem"
+        with mock.patch("bench.baselines.layer_runs.of_ranks", return_value=[ring]):
+            return settings.accepted(CASES[0], inputs)
+
+    layers, refusals = accepted("ValueError: it has windows")
+    assert layers == {}
+    assert refusals.pop("ring, nvshmem") == "ValueError: it has windows"
+    assert set(refusals.values()) == {"left out by --skip"}
+    with pytest.raises(RuntimeError, match="ring, nvshmem: TransportError: rank 1 died"):
+        accepted("TransportError: rank 1 died")
 
 
 def test_the_model_of_the_layers_is_said() -> None:
@@ -195,6 +220,12 @@ def test_the_model_of_the_layers_is_said() -> None:
         "qwen_video, 2,048 tokens, d128, 2 ranks, heads of Qwen3-VL-30B-A3B",
         "dense_causal, 2,048 tokens, d128, 2 ranks",
     ]
+
+
+def test_what_was_left_out_is_in_the_results(tmp_path: Path) -> None:
+    path = write("layer", [Row("T3", "case", "ring, nvshmem", 1.0)], tmp_path, part="bagel_mix", left_out=["why"])
+    assert path.name == "layer_bagel_mix.json"
+    assert json.loads(path.read_text())["left_out"] == ["why"]
 
 
 def test_bars_are_held() -> None:
