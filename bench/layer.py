@@ -4,8 +4,9 @@
 the same pack. Before that its error against float64 is set over that of one GPU's call, on a smaller pack, and on the
 whole pack all its results are compared with one GPU's. Who refuses a case, or is wrong, is named with the reason. A
 time is the median over repetitions of the slower rank's, whose GPUs begin together. The exit code is 1 if a bar is
-missed or a case fails. The layers are those of the workloads' models, head size 128; Qwen3.8-27B, which would run the
-Qwen packs with head size 256, is not among them.
+missed or a case fails. Marble's executor is driven without autograd around it, on one GPU as on several. The layers are
+those of the workloads' models, head size 128; Qwen3.8-27B, which would run the Qwen packs with head size 256, is not
+among them.
 """
 
 from __future__ import annotations
