@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from marble.kernels.triton.lookup import below
+
 _FAR = tl.constexpr(1 << 40)
 _CHUNK, _SPANS = 2048, 128
 
@@ -120,32 +122,20 @@ def _choose(condition, lo, end, count, other_lo, other_end, other_count):
 
 
 @triton.jit
-def _holder(columns, by_seg, spans, seg, position, here, IN_GROUP: tl.constexpr):
-    """The last span that starts at or before a sequence position, −1 if there is none; in a group, the last of all that
-    are sorted up to there."""
+def _group_before(columns, by_seg, hulls, spans, seg, position, here):
+    """How many tokens of a group lie before a sequence position."""
+    # The spans of earlier groups, and of this one those that start at the position or before.
     low, high = tl.zeros_like(position), tl.zeros_like(position) + spans
     left = spans
     while left > 0:
         left = left // 2
         middle, on = (low + high) // 2, here & (low < high)
-        if IN_GROUP:
-            span = tl.load(by_seg + middle, on, 0)
-            of = tl.load(columns + 3 * spans + span, on, 0)
-            passed = (of < seg) | ((of == seg) & (tl.load(columns + span, on, 0) <= position))
-        else:
-            passed = tl.load(columns + middle, on, 0) <= position
+        span = tl.load(by_seg + middle, on, 0)
+        of, start = tl.load(columns + 3 * spans + span, on, 0), tl.load(columns + span, on, 0)
+        passed = (of < seg) | ((of == seg) & (start <= position))
         low, high = tl.where(on & passed, middle + 1, low), tl.where(on & ~passed, middle, high)
-    found = low - 1
-    if IN_GROUP:
-        found = tl.load(by_seg + found, here & (low > 0), -1)
-    return found
-
-
-@triton.jit
-def _group_before(columns, by_seg, hulls, spans, seg, position, here):
-    """How many tokens of a group lie before a sequence position."""
-    span = _holder(columns, by_seg, spans, seg, position, here, True)
-    some = here & (span >= 0)
+    some = here & (low > 0)
+    span = tl.load(by_seg + low - 1, some, 0)
     some &= tl.load(columns + 3 * spans + span, some, -1) == seg
     inside = position - tl.load(columns + span, some, 0)
     inside = tl.minimum(inside, tl.load(columns + spans + span, some, 0))
@@ -153,9 +143,9 @@ def _group_before(columns, by_seg, hulls, spans, seg, position, here):
 
 
 @triton.jit
-def _clear_before(columns, by_seg, hulls, spans, position, here):
+def _clear_before(columns, hulls, spans, position, here):
     """How many tokens that are not noise lie before a sequence position."""
-    span = _holder(columns, by_seg, spans, 0, position, here, False)
+    span = below(columns, spans, position + 1, here) - 1
     noise = tl.load(columns + 4 * spans + span, here, 0) >= 0
     inside = tl.where(noise, 0, position - tl.load(columns + span, here, 0))
     return inside + _size(hulls, _CLEAR, span, spans, here)
@@ -218,8 +208,8 @@ def _ranges(
             lo, end, count = low, -high, high - low
         else:
             low, high = tl.maximum(token - window + 1, sample_lo), token + 1
-            clear = _clear_before(columns, by_seg, hulls, spans, high, here)
-            clear -= _clear_before(columns, by_seg, hulls, spans, low, here)
+            clear = _clear_before(columns, hulls, spans, high, here)
+            clear -= _clear_before(columns, hulls, spans, low, here)
             last = tl.maximum(tl.where(noise, start, high), low)
             lo, end, count = _choose(clear > 0, low, -last, clear, _FAR, _FAR, 0)
         twice = _group_before(columns, by_seg, hulls, spans, seg, high, here & linked)

@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 from marble import Layout, Span
 from marble.compose.packing import Packed
 from marble.kernels import oracles
-from marble.kernels.triton import bitmaps, classify, merge, pack, scans, spans, summaries, words
+from marble.kernels.triton import bitmaps, classify, merge, pack, scans, sights, spans, summaries, words
 from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.pairing import Pairing
+from marble.mask.pairing import merge as merged
 from marble.mask.predicates import pack_bits, predicates
 from marble.mask.ranges import VisibleRanges
 from marble.mask.shards import Blocks, Shard
@@ -165,6 +166,35 @@ def test_range_words_of_tiles(block: int, window: int | None) -> None:
     assert several or block == 1
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("block", [4, 16])
+def test_query_blocks_that_see_keys(block: int, window: int | None) -> None:
+    """Of two shards with gaps or without, and of one without tokens, against what the planner computes on a CPU."""
+    several = set()
+    for seed in range(8):
+        rng = Random(seed)
+        layout = random_layout(rng, samples=4, length=20)
+        mask = stored_mask(planned_storage(layout, window) if seed % 2 else random_storage(rng, layout), window)
+        some = [0, layout.tokens, layout.tokens // 2][seed % 3]
+        mine, other = (
+            Shard.of(torch.tensor(sorted(rng.sample(range(layout.tokens), count)), dtype=torch.int64))
+            for count in (some, some or 9)
+        )
+        queries, keys = mask._side([mine], block, keys=False), mask._side([other], block, keys=True)
+        pairing = Pairing(mask.mask, lambda tracks=mask.tracks: tracks, queries, keys)
+        assert keys.ranges is not None
+        touched, inside = sights.sights(
+            _moved(keys.blocks),
+            *(each.to(DEVICE) for each in (keys.ranges.table, keys.ranges.exact)),
+            Shard(*(each.to(DEVICE) for each in (mine.start, mine.stop, mine.row)), mine.rows),
+        )
+        assert torch.equal(inside.cpu(), torch.stack(pairing.inside()))
+        found = torch.stack(merged(keys.blocks.of, *touched.cpu()))
+        assert torch.equal(found[:, found[1] < found[2]], torch.stack(pairing.touched()))
+        several |= {keys.complete, found.shape[1] > 1, bool((inside[0] < inside[1]).any())}
+    assert several == {False, True}
+
+
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_visible_ranges_of_spans(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any storage order, with and without a window, against what the planner computes on a CPU."""
@@ -215,7 +245,7 @@ def test_plans_by_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         rows, cols = tokens[tokens // 8 % 2 == 0], [tokens[tokens // 8 % 2 == turn] for turn in (0, 1)]
         found = []
         for by_kernel in (False, True):
-            for module in ("predicates", "ranges"):
+            for module in ("pairing", "predicates", "ranges"):
                 monkeypatch.setattr(f"marble.mask.{module}.by_kernel", lambda _, chosen=by_kernel: chosen)
             mask = stored_mask(planned_storage(layout, None), None)
             found.append(mask.tiles_of(Shard.of(rows), [Shard.of(each) for each in cols], 8))
@@ -261,6 +291,8 @@ def test_wrong_inputs_are_refused() -> None:
     blocks = Blocks.cut([Shard.of(torch.arange(3))], Storage.natural(Layout.from_cu_seqlens([0, 3])), 2)
     with pytest.raises(ValueError, match="int64 bounds"):
         words.range_words(blocks, blocks, torch.zeros(3, 3, 1).long(), torch.zeros(2, 4).long())
+    with pytest.raises(ValueError, match="int64 table"):
+        sights.sights(blocks, torch.zeros(4, 3, 1).long(), first.bool(), blocks.shards[0])
     with pytest.raises(ValueError, match="int64 tiles"):
         words.range_words(blocks, blocks, torch.zeros(2, 3, 1).long(), torch.zeros(4, 2).long().T)
     with pytest.raises(ValueError, match="int64 columns"):
