@@ -13,14 +13,6 @@ from marble.kernels.triton.lookup import below, bound
 from marble.kernels.triton.words import Cells
 
 
-class KeyBlocks(Cells, Protocol):
-    """Key blocks as cells, by the names and meanings of `marble.mask.shards.Blocks`."""
-
-    @property
-    def length(self) -> Tensor:
-        """Rows of each block, int64 [blocks]."""
-
-
 class Stretches(Protocol):
     """A shard as stretches of stored tokens, by the names and meanings of `marble.mask.shards.Shard`."""
 
@@ -46,7 +38,7 @@ def _before(position, start, stop, row, stretches, here):
     return tl.where(some, tl.load(row + last, some, 0) + inside, 0)
 
 
-_PLAIN = list(range(13))
+_PLAIN = list(range(11))
 """Arguments that no two versions are compiled for, whatever their alignment: every plan brings new sizes."""
 
 
@@ -54,45 +46,43 @@ _PLAIN = list(range(13))
 def _sights(
     ptr,
     cells,
-    length,
     table,
     exact,
     start,
     stop,
     row,
-    touched,
-    inside,
+    found,
     spans,
     stretches,
     block,
     BLOCK: tl.constexpr,
 ):
     number, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    first = tl.load(ptr + number)
-    cell = first + tl.arange(0, BLOCK)
-    count = tl.load(ptr + blocks)
-    here = cell < tl.load(ptr + number + 1)
+    cell = tl.load(ptr + number) + tl.arange(0, BLOCK)
+    here, count = cell < tl.load(ptr + number + 1), tl.load(ptr + blocks)
     # Cells are span, within, start, row, rows.
     span, place = tl.load(cells + 5 * cell, here, 0), tl.load(cells + 5 * cell + 1, here, 0)
-    last = place + tl.load(cells + 5 * cell + 4, here, 1) - 1
+    rows = tl.load(cells + 5 * cell + 4, here, 0)
+    last = place + rows - 1
     known = tl.min(tl.load(exact + span, here, 1).to(tl.int32), 0) > 0
     # What any key of a cell is seen by, then what all are.
     low = _before(bound(table, 0, span, spans, place), start, stop, row, stretches, here)
     high = _before(bound(table, 1, span, spans, last), start, stop, row, stretches, here)
     some = known & (low < high)
-    tl.store(touched + cell, tl.where(some, low // block, 0), here)
-    tl.store(touched + count + cell, tl.where(some, (high + (block - 1)) // block, 0), here)
+    tl.store(found + cell, tl.where(some, low // block, 0), here)
+    tl.store(found + count + cell, tl.where(some, (high + (block - 1)) // block, 0), here)
     low = _before(bound(table, 0, span, spans, last), start, stop, row, stretches, here)
     high = _before(bound(table, 1, span, spans, place), start, stop, row, stretches, here)
     low, high = tl.max(low, 0), tl.min(tl.where(here, high, 1 << 40), 0)
     low = (low + (block - 1)) // block
     # Ragged blocks are never full.
-    whole = known & (tl.load(length + number) == block)
-    tl.store(inside + number, low)
-    tl.store(inside + blocks + number, tl.maximum(low, tl.where(whole, high // block, 0)))
+    whole = known & (tl.sum(rows, 0) == block)
+    inside = found + 2 * count + number
+    tl.store(inside, low)
+    tl.store(inside + blocks, tl.maximum(low, tl.where(whole, high // block, 0)))
 
 
-def sights(keys: KeyBlocks, table: Tensor, exact: Tensor, queries: Stretches) -> tuple[Tensor, Tensor]:
+def sights(keys: Cells, table: Tensor, exact: Tensor, queries: Stretches) -> tuple[Tensor, Tensor]:
     """The query blocks that see keys.
 
     Args:
@@ -111,24 +101,22 @@ def sights(keys: KeyBlocks, table: Tensor, exact: Tensor, queries: Stretches) ->
     """
     if table.dtype != torch.int64 or table.shape[:2] != (2, 3) or not table.is_contiguous():
         raise ValueError(f"sights: expected an int64 table [2, 3, spans], got {table.dtype} {tuple(table.shape)}")
-    blocks = len(keys.length)
-    touched, inside = table.new_empty(2, len(keys.cells)), table.new_empty(2, blocks)
+    cells, blocks = len(keys.cells), len(keys.ptr) - 1
+    found = table.new_empty(2 * (cells + blocks))
     if blocks:
         _sights[(blocks,)](
             keys.ptr,
             keys.cells,
-            keys.length,
             table,
             exact,
             queries.start,
             queries.stop,
             queries.row,
-            touched,
-            inside,
+            found,
             table.shape[2],
             len(queries.start),
             keys.block,
             BLOCK=triton.next_power_of_2(keys.block),
             num_warps=1,
         )
-    return touched, inside
+    return found[: 2 * cells].view(2, cells), found[2 * cells :].view(2, blocks)
