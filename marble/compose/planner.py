@@ -320,8 +320,9 @@ def _deal_ptrr(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrde
 
 def _deal_balanced_samples(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
     storage = masks[0].storage
-    work = _block_costs(masks, block).cpu().repeat_interleave(block, 1)[:, : storage.layout.tokens]
-    pieces = balanced_samples(storage.layout.sample_bounds, work, world, block)
+    pieces = balanced_samples(
+        storage.layout.sample_bounds, _block_costs(masks, block).cpu(), world, block, unit=block
+    )
     return TokenOrder("balanced_samples", storage, world, pieces)
 
 

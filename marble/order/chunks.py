@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -70,8 +70,8 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
     """
     tokens = mask.storage.layout.tokens
     most = min(MOST_PER_RANK, max(tokens // (ranks * least), 1), max(_MOST // ranks, 1))
-    per_rank = 1 << most.bit_length() - 1
-    work = pair_work(mask, ranks * per_rank)
+    most = per_rank = 1 << most.bit_length() - 1
+    work = _halved(mask, ranks * most, 1)
     mean = float(work.sum()) / ranks
     starts = []
     while True:
@@ -81,7 +81,7 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
         if per_rank == 1:
             break
         per_rank //= 2
-        work = work.reshape(ranks * per_rank, 2, ranks * per_rank, 2).sum((1, 3))
+        work = _halved(mask, ranks * most, most // per_rank)
     starts.sort(key=lambda start: start[:2])
     found = []
     for cost, per_rank, dealt in starts[: 2 if refine else 1]:
@@ -152,6 +152,17 @@ def pair_work(mask: StoredMask, count: int) -> Array:
     pairs = np.bincount(of * count + owner[over], inside + whole * (high - low)[over], count * count)
     own = np.bincount(chunk * (count + 1), triangle, count * count)
     return np.asarray(pairs + own, dtype=np.float64).reshape(count, count)
+
+
+@lru_cache(maxsize=8)
+def _halved(mask: StoredMask, count: int, times: int) -> Array:
+    """`pair_work` of ``count`` chunks, ``times`` of them at a time (a power of two). The last are kept, as other numbers
+    of ranks need the same."""
+    if times == 1:
+        return pair_work(mask, count)
+    work = _halved(mask, count, times // 2)
+    columns = work[:, ::2] + work[:, 1::2]
+    return columns[::2] + columns[1::2]
 
 
 def _dealt(work: Array, ranks: int) -> Iterator[Index]:
