@@ -92,9 +92,9 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
     return Chunks(rank, cost, mean)
 
 
-def chunk_order(mask: StoredMask, ranks: int, least: int) -> TokenOrder:
+def chunk_order(mask: StoredMask, ranks: int, least: int, *, refine: bool = True) -> TokenOrder:
     """The token order of `chunks`; arguments and errors as there."""
-    rank = torch.from_numpy(chunks(mask, ranks, least).rank)
+    rank = torch.from_numpy(chunks(mask, ranks, least, refine=refine).rank)
     start, stop, chunk = chunk_segments(mask.storage, len(rank)).T
     owner, count = torch.unique_consecutive(rank[chunk], return_counts=True)
     last = count.cumsum(0) - 1
@@ -156,7 +156,7 @@ def pair_work(mask: StoredMask, count: int) -> Array:
 
 @lru_cache(maxsize=8)
 def _halved(mask: StoredMask, count: int, times: int) -> Array:
-    """`pair_work` of ``count`` chunks, ``times`` of them at a time (a power of two). The last are kept, as other numbers
+    """`pair_work` of ``count`` chunks, ``times`` of them (a power of two) at a time; kept, as other numbers
     of ranks need the same."""
     if times == 1:
         return pair_work(mask, count)
