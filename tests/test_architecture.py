@@ -111,6 +111,8 @@ MAY_IMPORT = {
     "marble.compose.packing": (),
     "marble.compose.builders": SCHEDULES,
     "marble.cost.profile": (),
+    "marble.cost.fit": ("marble.cost.profile", "marble.kernels.contract"),
+    "marble.cost.timer": ("marble.cost.fit", "marble.kernels.contract", "marble.kernels.launch"),
     "marble.cost": COST,
     "marble.compose.plan": (*PLAN, "marble.comm"),
     "marble.compose.planner": PLANNER,

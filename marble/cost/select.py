@@ -55,11 +55,13 @@ class Candidate:
     """A strategy for all layers of a model.
 
     Attributes:
-        ulysses: ranks that share heads.
+        ranks: number of ranks.
+        ulysses: how many of them share heads.
         order: the token order.
         layers: per layer its schedule and what it takes; layers that are alike share theirs.
     """
 
+    ranks: int
     ulysses: int
     order: str
     layers: tuple[Option, ...]
@@ -168,7 +170,7 @@ class _Chooser:
         options = [list(self._options(number, groups, degree, counts)) for number in first.values()]
         for chosen in itertools.product(*options):
             of = dict(zip(first, chosen, strict=True))
-            yield Candidate(degree, groups.name, tuple(of[kind] for kind in kinds))
+            yield Candidate(self.world, degree, groups.name, tuple(of[kind] for kind in kinds))
 
     def _options(
         self, number: int, groups: TokenOrder, degree: int, counts: dict[tuple[int, bool], PairCounts]
