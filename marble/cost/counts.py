@@ -98,13 +98,11 @@ def _between(order: TokenOrder, grid: Grid, visited: Intervals, full: Intervals)
     queries = _Sums(base)
     whole = (length == grid.blocks.block) & ~grid.several
     visited_at, full_at = (np.searchsorted(part.key, base) for part in (visited, full))
-    fresh = np.flatnonzero(np.diff(visited.key, prepend=-1))
-    keys, seen_rows = _Sums(np.searchsorted(visited.key[fresh], base)), length[visited.key[fresh]].astype(np.int32)
-    tiles, partial, query_blocks, key_blocks, key_rows = np.zeros((5, ranks, ranks), dtype=np.int64)
+    tiles, partial, query_blocks = np.zeros((3, ranks, ranks), dtype=np.int64)
     walked = np.zeros((ranks, ranks))
     touched, remote = np.zeros((2, len(of)), dtype=np.bool_)
     for rank in range(ranks):
-        # The rank's keys: how many of their blocks each query block sees.
+        # How many blocks of the rank's keys each query block sees.
         sees = grid.cover(visited, slice(*visited_at[rank : rank + 2]), np.maximum)
         covered = grid.cover(full, slice(*full_at[rank : rank + 2]), np.minimum) * whole
         some = sees > 0
@@ -113,32 +111,53 @@ def _between(order: TokenOrder, grid: Grid, visited: Intervals, full: Intervals)
         touched |= some
         some[base[rank] : base[rank + 1]] = False
         remote |= some
-        # The rank's queries: which key blocks they see.
-        before = np.zeros(len(grid.rank) + 1, dtype=np.int32)
-        (grid.rank == rank).cumsum(dtype=np.int32, out=before[1:])
-        seen = before[visited.last] > before[visited.first]
-        seen = np.logical_or.reduceat(seen, fresh) if len(fresh) < len(seen) else seen
-        key_blocks[rank], key_rows[rank] = keys.of(seen), keys.of(seen * seen_rows)
         if grid.sequences is not None:
             shared, alone = grid.sequences
             walked[:, rank] = queries.of(sees * shared)
             walked[rank, rank] = (sees * alone)[base[rank] : base[rank + 1]].sum()
+    key_blocks, key_rows = _seen(grid, ranks, visited, base)
     if grid.sequences is not None:
         key_blocks = walked.round().astype(np.int64)
     counts = (queries.of(part).astype(np.int64) for part in (touched, remote))
     return PairCounts(np.array(order.lengths), tiles, partial, query_blocks, key_blocks, key_rows, *counts)
 
 
+def _seen(grid: Grid, ranks: int, visited: Intervals, base: Counts) -> tuple[Counts, Counts]:
+    """How many key blocks of each rank (second index) the queries of each rank (first) see, and the rows of these.
+
+    Ranks are bits: those with a fragment in an interval are the union of two overlapping runs of fragments whose number
+    is a power of two.
+    """
+    bits = np.zeros((len(grid.rank), -(-ranks // 64)), dtype=np.uint64)
+    bits[np.arange(len(bits)), grid.rank // 64] = np.uint64(1) << (grid.rank % 64).astype(np.uint64)
+    size = np.frexp(visited.last - visited.first)[1] - 1  # the largest power of two that fits
+    seen = np.zeros((len(size), bits.shape[1]), dtype=np.uint64)
+    for power in range(int(size.max(initial=-1)) + 1):
+        some = size == power
+        seen[some] = bits[visited.first[some]] | bits[visited.last[some] - (1 << power)]
+        bits = bits[: -(1 << power)] | bits[1 << power :]
+    fresh = np.flatnonzero(np.diff(visited.key, prepend=-1))
+    key = visited.key[fresh]
+    seen = np.bitwise_or.reduceat(seen, fresh) if len(fresh) < len(seen) else seen
+    flags = np.unpackbits(seen.astype("<u8").view(np.uint8), axis=1, count=ranks, bitorder="little")
+    blocks = _Sums(np.searchsorted(key, base)).of(flags)
+    rows = blocks * grid.blocks.block
+    short = np.flatnonzero(grid.blocks.length.numpy()[key] < grid.blocks.block)
+    missing = grid.blocks.block - grid.blocks.length.numpy()[key[short]]
+    np.subtract.at(rows, grid.rank_of[key[short]], flags[short] * missing[:, None])
+    return blocks.T.astype(np.int64), rows.T.astype(np.int64)
+
+
 class _Sums:
-    """Sums from each base to the next, which may be the same; int64 [bases]."""
+    """Sums of rows from each base to the next, which may be the same; int64 [bases]."""
 
     def __init__(self, base: Counts) -> None:
         self._some = base[:-1] < base[1:]
         self._start, self._stop = base[:-1][self._some], base[-1]
 
     def of(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The sums of some values, [bases − 1]."""
-        total = np.zeros(len(self._some), dtype=np.float64)
+        """The sums of some values [rows, ...], [bases − 1, ...]."""
+        total = np.zeros((len(self._some), *values.shape[1:]))
         if len(self._start):
             counted = values.view(np.int8) if values.dtype == np.bool_ else values
             wide = np.float64 if values.dtype.kind == "f" else np.int32

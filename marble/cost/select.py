@@ -25,7 +25,7 @@ from marble.mask.tiles import StoredMask
 from marble.order.token_order import TokenOrder
 
 _CLOSE = 1.15
-"""Plainly dealt chunks that come so close to the fastest are dealt as a plan would; refining gains less than that."""
+"""The best of the plainly dealt chunks, if so close to the fastest, are dealt as a plan would; refining gains less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +134,12 @@ def candidates(
     if not found:
         raise ValueError(f"order: {orders[0]!r} needs a mask that dense calls can express")
     fastest = min(candidate.seconds for candidate in found)
-    near = {c.ulysses for c in found if c.order == "chunks" and c.seconds <= _CLOSE * fastest}
-    kept = [c for c in found if c.order != "chunks" or c.ulysses not in near]
-    for degree in sorted(near):
-        kept += chooser.under(deal_chunks(masks, world // degree, block), degree)
-    return sorted(kept, key=lambda c: (c.seconds, c.ulysses, c.order, c.schedules))
+    near = [c for c in found if c.order == "chunks" and c.seconds <= _CLOSE * fastest]
+    if near:
+        degree = min(near, key=lambda c: c.seconds).ulysses
+        found = [c for c in found if (c.order, c.ulysses) != ("chunks", degree)]
+        found += chooser.under(deal_chunks(masks, world // degree, block), degree)
+    return sorted(found, key=lambda c: (c.seconds, c.ulysses, c.order, c.schedules))
 
 
 @dataclass(frozen=True, eq=False)

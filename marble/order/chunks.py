@@ -50,7 +50,9 @@ class Chunks:
     mean: float
 
 
-def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST, refine: bool = True) -> Chunks:
+def chunks(
+    mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST, refine: bool = True, most: int = _MOST
+) -> Chunks:
     """Choose the number of chunks per rank, 1, 2, 4, … 64, and deal them.
 
     Each number is dealt by PTRR's rule (rounds, every other one reversed), once in order of work and once in sequence
@@ -64,14 +66,15 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
         least: tokens that a chunk should have at least.
         tau: τ, what one range costs in one step, in pairs.
         refine: whether to swap.
+        most: chunks over all ranks at most, but one for each.
 
     Raises:
         NotDenseError: if dense calls cannot express the mask.
     """
     tokens = mask.storage.layout.tokens
-    most = min(MOST_PER_RANK, max(tokens // (ranks * least), 1), max(_MOST // ranks, 1))
-    most = per_rank = 1 << most.bit_length() - 1
-    work = _halved(mask, ranks * most, 1)
+    finest = min(MOST_PER_RANK, max(tokens // (ranks * least), 1), max(most // ranks, 1))
+    finest = per_rank = 1 << finest.bit_length() - 1
+    work = _halved(mask, ranks * finest, 1)
     mean = float(work.sum()) / ranks
     starts = []
     while True:
@@ -81,7 +84,7 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
         if per_rank == 1:
             break
         per_rank //= 2
-        work = _halved(mask, ranks * most, most // per_rank)
+        work = _halved(mask, ranks * finest, finest // per_rank)
     starts.sort(key=lambda start: start[:2])
     found = []
     for cost, per_rank, dealt in starts[: 2 if refine else 1]:
@@ -93,8 +96,9 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
 
 
 def chunk_order(mask: StoredMask, ranks: int, least: int, *, refine: bool = True) -> TokenOrder:
-    """The token order of `chunks`; arguments and errors as there."""
-    rank = torch.from_numpy(chunks(mask, ranks, least, refine=refine).rank)
+    """The token order of `chunks`; arguments and errors as there. Without refinement, half as many chunks at most."""
+    most = _MOST if refine else _MOST // 2
+    rank = torch.from_numpy(chunks(mask, ranks, least, refine=refine, most=most).rank)
     start, stop, chunk = chunk_segments(mask.storage, len(rank)).T
     owner, count = torch.unique_consecutive(rank[chunk], return_counts=True)
     last = count.cumsum(0) - 1
