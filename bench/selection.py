@@ -2,12 +2,12 @@
 
 ``python -m bench.selection`` writes ``bench/results/selection.json``. Nothing is run on a GPU: what is chosen is an
 estimate for the assumed profile ``h100-cluster``, so C1 to C3 are not answered here. Every choice is of a fresh layout
-and made without what earlier ones kept; times are the best of five, on as many threads as the machine has cores.
+and made without what earlier ones kept; times are the best of five. Torch has one thread, as in a data loader's worker;
+choosing itself takes two.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -24,8 +24,8 @@ from marble.cost.select import Candidate
 from marble.workloads import WORKLOADS, build
 
 MI = 1024 * 1024
-TOKENS, RANKS, REPEATS = 4 * MI, 128, 5
-SECONDS, CANDIDATES = 2.0, 128
+TOKENS, RANKS, REPEATS = 4 * MI, 64, 5
+SECONDS = 2.0
 CASES = ((MI, 32),)
 LEAST = 512
 """The seed's rule: the chunked ring where the median full or noise span has at least so many tokens."""
@@ -70,7 +70,7 @@ def rule(name: str, tokens: int, ranks: int) -> list[Row]:
 
 def main() -> int:
     """Measure; exit code 1 if C4 is missed."""
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 140)
     rows, missed = [], []
     for name in track(WORKLOADS, description="choosing", console=console):
@@ -80,7 +80,7 @@ def main() -> int:
         case = f"{name}, {TOKENS // MI}M tokens, {RANKS} ranks, {count} candidates"
         rows.append(Row("C4", case, "choosing", seconds, "s", "bar for 128", SECONDS, seconds / SECONDS))
         rows.append(Row("C4", case, "choosing, CPU time", cpu, "s"))
-        missed += [case] if count >= CANDIDATES and seconds > SECONDS else []
+        missed += [case] if seconds > SECONDS else []
     for name in track(WORKLOADS, description="rule", console=console):
         for tokens, ranks in CASES:
             rows += rule(name, tokens, ranks)

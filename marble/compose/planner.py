@@ -186,10 +186,9 @@ def _choose(
 ) -> list[Candidate]:
     """All candidates; an empty order or a degree of 0 in the request is free."""
     masks = _stored_masks(request.layout, request.layers, mask, tracks, torch.device("cpu"))
-    orders, degrees = (request.order,) if request.order else tuple(ORDERS), (request.ulysses,)
-    if not request.ulysses:
-        shared = gcd(request.world, *(shape.heads for shape in request.layers))
-        degrees = tuple(degree for degree in range(1, shared + 1) if shared % degree == 0)
+    orders = (request.order,) if request.order else tuple(ORDERS)
+    shared = gcd(request.world, *(shape.heads for shape in request.layers))
+    degrees = [d for d in range(1, shared + 1) if not shared % d and request.ulysses in (0, d)]
     return candidates(masks, request.layers, request.world, request.block, profile, orders, degrees)
 
 

@@ -95,7 +95,7 @@ def ring(counts: PairCounts, place: Place) -> Estimate:
     shard, sums = place.itemsize * place.pairs * tokens[keys], 4 * place.pairs * tokens[keys]
     ahead, back = Loads.zeros(ranks, ranks), Loads.zeros(ranks + (ranks > 1), ranks)
     _compute(
-        ahead, slice(None), *(part[rank, keys] for part in (counts.tiles, counts.partial, counts.query_blocks)), place
+        ahead, slice(None), counts.tiles[rank, keys], counts.partial[rank, keys], counts.query_blocks[rank, keys], place
     )
     # Of a query block's touches the first reads no state, and the last leaves none.
     carried = 2 * (1 - counts.touched / np.maximum(counts.query_blocks.sum(1), 1))
@@ -104,7 +104,7 @@ def ring(counts: PairCounts, place: Place) -> Estimate:
     _hop(back, slice(ranks - 1), shard[:-1], place)
     turn = np.roll(np.arange(ranks), -1)
     computes, at = slice(min(1, ranks - 1), None), keys[turn]
-    _add(back, computes, *(part[rank, at] for part in (counts.tiles, counts.partial, counts.key_blocks)), place)
+    _add(back, computes, counts.tiles[rank, at], counts.partial[rank, at], counts.key_blocks[rank, at], place)
     back.memory[computes] += sums[turn]
     back.memory[0] += 4 * place.queries * tokens
     back.memory[2:] += 3 * sums[turn[1:]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -79,16 +79,15 @@ class Grid:
         several[blocks] = np.diff(starts, append=len(samples)) > 1
         return several
 
-    def cover(self, intervals: Intervals, some: slice, nested: np.ufunc) -> NDArray[np.int32]:
-        """How many of some intervals cover each block, int32 [blocks].
+    def cover(self, intervals: Intervals, some: slice, nested: np.ufunc) -> Counts:
+        """How many of some intervals cover each block, int64 [blocks].
 
         Fragments of one block and sample mostly nest in what they see: ``nested`` makes them one. Those of several
         samples are seen by different keys.
         """
-        change = np.zeros(len(self.start) + 1, dtype=np.int32)
-        np.add.at(change, intervals.first[some], 1)
-        np.subtract.at(change, intervals.last[some], 1)
-        found = change.cumsum(dtype=np.int32, out=change)
+        count = len(self.start) + 1
+        edges = (np.bincount(ends[some], minlength=count) for ends in (intervals.first, intervals.last))
+        found = np.subtract(*edges).cumsum()
         cover = found[self.first_of]
         blocks, fragments, samples, starts = self.mixed
         if len(blocks):
@@ -96,8 +95,9 @@ class Grid:
         return cover
 
     @classmethod
+    @lru_cache(maxsize=4)
     def cut(cls, order: TokenOrder, storage: Storage, block: int, *, dense: bool) -> Grid:
-        """Cut an order's pieces at the blocks of its ranks, and those at spans."""
+        """Cut an order's pieces at the blocks of its ranks, and those at spans. The last are kept, for other layers."""
         spans, borders = storage.span_order.numpy(), storage.stored_start.numpy()
         start, stop, rank = order.pieces.numpy().T
         part = np.zeros_like(rank)
@@ -137,8 +137,7 @@ class Grid:
             (),
             (0, len(block_start)),
             torch.from_numpy(lengths),
-            *(torch.from_numpy(column) for column in columns),
-            of=torch.from_numpy(number[owner]),
+            *(torch.from_numpy(column) for column in (*columns, number[owner])),
         )
         sample = storage.table.ordinal.numpy()[spans[np.searchsorted(borders, low, side="right") - 1]]
         sequences = None
@@ -177,7 +176,7 @@ def _alone(storage: Storage, start: Counts, rank: Counts, piece: Counts, span: C
 
 def _shares(block: Counts, rows: Counts, group: Counts) -> NDArray[np.float64]:
     """Of every block the share that its rows have of their groups, summed over groups."""
-    return np.bincount(block, rows / np.bincount(group, rows)[group])
+    return np.bincount(block, rows / np.bincount(group, rows)[group]).astype(np.float64)
 
 
 def _split(first: Counts, last: Counts) -> tuple[Counts, Counts]:

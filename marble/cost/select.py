@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -187,11 +188,9 @@ class _Chooser:
                 found = self._estimate(name, mask, groups, place, counts)
             except NotDenseError:
                 continue
-            costs = (
-                price(loads, self.profile, shape.head_dim, self.block, backward=backward)
-                for loads, backward in ((found.forward, False), (found.backward, True))
-            )
-            yield Option(name, *costs, found.memory)
+            forward = price(found.forward, self.profile, shape.head_dim, self.block, backward=False)
+            backward = price(found.backward, self.profile, shape.head_dim, self.block, backward=True)
+            yield Option(name, forward, backward, found.memory)
 
     def _estimate(
         self, name: str, mask: StoredMask, groups: TokenOrder, place: Place, counts: dict[tuple[int, bool], PairCounts]
@@ -200,8 +199,8 @@ class _Chooser:
         dense = name == "chunked"
         if not countable(mask):
             return self._built(name, mask, groups, place)
-        if dense:
-            dense_pieces(mask, torch.tensor([[0, mask.storage.layout.tokens]]))  # raises where it must
+        if dense and not _is_dense(mask):
+            raise NotDenseError("chunked: no dense calls for this mask")
         if (id(mask), dense) not in counts:
             counts[id(mask), dense] = PairCounts.of(groups, mask, self.block, dense=dense)
         return ESTIMATES[name](counts[id(mask), dense], place)
@@ -211,9 +210,19 @@ class _Chooser:
         order = groups if degree == 1 else groups.split(degree)
         ranks = range(self.world)
         schedules = list(build(name, groups, order, mask, self.block, place.split, ranks).values())
-        loads = (
-            loads_of(schedules, place.head_dim, place.gpus_per_node, block=self.block, backward=backward)
-            for backward in (False, True)
+        forward, backward = (
+            loads_of(schedules, place.head_dim, place.gpus_per_node, block=self.block, backward=which)
+            for which in (False, True)
         )
         passes = (which for schedule in schedules for which in (schedule.forward, schedule.backward))
-        return Estimate(*loads, max(memory_of(which, place.head_dim) for which in passes))
+        return Estimate(forward, backward, max(memory_of(which, place.head_dim) for which in passes))
+
+
+@lru_cache(maxsize=4)
+def _is_dense(mask: StoredMask) -> bool:
+    """Whether dense calls can express a mask. The last are kept, for other orders."""
+    try:
+        dense_pieces(mask, torch.tensor([[0, mask.storage.layout.tokens]]))
+    except NotDenseError:
+        return False
+    return True

@@ -74,7 +74,10 @@ def chunks(
     tokens = mask.storage.layout.tokens
     finest = min(MOST_PER_RANK, max(tokens // (ranks * least), 1), max(most // ranks, 1))
     finest = per_rank = 1 << finest.bit_length() - 1
-    work = _halved(mask, ranks * finest, 1)
+    top = ranks * finest
+    while not refine and 2 * top <= most:  # one look at the mask then serves all numbers of ranks
+        top *= 2
+    work = _halved(mask, top, top // (ranks * finest))
     mean = float(work.sum()) / ranks
     starts = []
     while True:
@@ -84,7 +87,7 @@ def chunks(
         if per_rank == 1:
             break
         per_rank //= 2
-        work = _halved(mask, ranks * finest, finest // per_rank)
+        work = _halved(mask, top, top // (ranks * per_rank))
     starts.sort(key=lambda start: start[:2])
     found = []
     for cost, per_rank, dealt in starts[: 2 if refine else 1]:
