@@ -24,7 +24,7 @@ from marble.cost.select import Candidate
 from marble.workloads import WORKLOADS, build
 
 MI = 1024 * 1024
-TOKENS, RANKS, REPEATS = 4 * MI, 64, 5
+TOKENS, RANKS, REPEATS = 4 * MI, (32, 64), 5
 SECONDS = 2.0
 CASES = ((MI, 32),)
 LEAST = 512
@@ -73,11 +73,11 @@ def main() -> int:
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 140)
     rows, missed = [], []
-    for name in track(WORKLOADS, description="choosing", console=console):
-        runs = [choice(name, TOKENS, RANKS) for _ in range(REPEATS)]
+    for name, ranks in track([(name, ranks) for name in WORKLOADS for ranks in RANKS], console=console):
+        runs = [choice(name, TOKENS, ranks) for _ in range(REPEATS)]
         seconds, cpu, found = min(runs, key=lambda run: run[0])
         count = len(found)
-        case = f"{name}, {TOKENS // MI}M tokens, {RANKS} ranks, {count} candidates"
+        case = f"{name}, {TOKENS // MI}M tokens, {ranks} ranks, {count} candidates"
         rows.append(Row("C4", case, "choosing", seconds, "s", "bar for 128", SECONDS, seconds / SECONDS))
         rows.append(Row("C4", case, "choosing, CPU time", cpu, "s"))
         missed += [case] if seconds > SECONDS else []

@@ -159,7 +159,6 @@ class _Sums:
         """The sums of some values [rows, ...], [bases − 1, ...]."""
         total = np.zeros((len(self._some), *values.shape[1:]))
         if len(self._start):
-            counted = values.view(np.int8) if values.dtype == np.bool_ else values
-            wide = np.float64 if values.dtype.kind == "f" else np.int32
-            total[self._some] = np.add.reduceat(counted[: self._stop], self._start, dtype=wide)
+            counted = values.astype(np.int32) if values.itemsize == 1 else values  # cast as it goes, it is slower
+            total[self._some] = np.add.reduceat(counted[: self._stop], self._start)
         return total
