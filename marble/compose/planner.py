@@ -90,11 +90,11 @@ def plan(
     with on_cpu:
         where, ulysses = _resolve_ranks(ranks, rank, group), _resolve_degree(ulysses, group)
         if isinstance(schedule, Profile):
-            wanted = _request(layout, layers, where, "ring", order or "ptrr", ulysses or 1, block, torch.device("cpu"))
-            wanted = replace(wanted, digest=layout.digest, order=order or "", ulysses=ulysses or 0)
+            wanted = replace(_wanted(layout, layers, where, order, ulysses, block), digest=layout.digest)
             chosen = _chosen(wanted, schedule) if mask is None else _choose(wanted, schedule, mask, tracks)[0]
             schedule, order, ulysses = chosen.schedules, chosen.order, chosen.ulysses
-        request = _request(layout, layers, where, schedule, order, ulysses or 1, block, torch.device(device))
+        degree = 1 if ulysses is None else ulysses
+        request = _request(layout, layers, where, schedule, order, degree, block, torch.device(device))
         if mask is None and tracks is None:
             made = _kept(replace(request, digest=layout.digest))
         else:
@@ -172,8 +172,22 @@ def ranking(
     block: int = MAX_BLOCK,
 ) -> list[Candidate]:
     """What `plan` chooses among for a profile, the fastest first. Arguments as there."""
-    request = _request(layout, layers, (ranks, None), "ring", order or "ptrr", ulysses or 1, block, torch.device("cpu"))
-    return _choose(replace(request, order=order or "", ulysses=ulysses or 0), profile, None, None)
+    where = _resolve_ranks(ranks, None, None)
+    return _choose(_wanted(layout, layers, where, order, _resolve_degree(ulysses, None), block), profile, None, None)
+
+
+def _wanted(
+    layout: Layout,
+    layers: AttentionShape | Sequence[AttentionShape],
+    where: tuple[int, int | None],
+    order: str | None,
+    ulysses: int | None,
+    block: int,
+) -> _Request:
+    """A request for a choice, all checked: an empty order and a degree of 0 are free."""
+    degree = 1 if ulysses is None else ulysses
+    request = _request(layout, layers, where, "ring", order, degree, block, torch.device("cpu"))
+    return replace(request, order="" if order is None else order, ulysses=0 if ulysses is None else degree)
 
 
 @lru_cache(maxsize=8)
@@ -184,7 +198,7 @@ def _chosen(request: _Request, profile: Profile) -> Candidate:
 def _choose(
     request: _Request, profile: Profile, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None
 ) -> list[Candidate]:
-    """All candidates; an empty order or a degree of 0 in the request is free."""
+    """All candidates for a request of `_wanted`."""
     masks = _stored_masks(request.layout, request.layers, mask, tracks, torch.device("cpu"))
     orders = (request.order,) if request.order else tuple(ORDERS)
     shared = gcd(request.world, *(shape.heads for shape in request.layers))

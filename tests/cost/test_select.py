@@ -151,3 +151,16 @@ def test_what_a_profile_does_not_know() -> None:
 def test_estimates_are_finite_for_idle_ranks() -> None:
     found = ranking(Layout([[Span("causal", 100)]]), AttentionShape(8, 8, 128), 8, ONE_NODE)
     assert all(np.isfinite(c.seconds) and c.seconds > 0 for c in found)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ulysses": 0}, "ulysses: must be at least 1"),
+        ({"ulysses": 3}, "ulysses: 3 does not divide 4 ranks"),
+        ({"order": "best"}, "order: 'best' is unknown"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_priced(changed: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(DOCS, SHAPE, ranks=4, schedule=ONE_NODE, **changed)
