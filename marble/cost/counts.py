@@ -66,12 +66,11 @@ class PairCounts:
         keys = Side(grid.blocks, mask.ranges.key_spans)
         sights = Sights.of(keys)
         some = (sights.lo < sights.hi).numpy()
-        first = np.searchsorted(grid.start, sights.lo.numpy()[some], side="right") - 1
-        last = np.searchsorted(grid.start, sights.hi.numpy()[some])
+        first, last = grid.edges_to(sights.lo.numpy()[some]) - 1, grid.edges_to(sights.hi.numpy()[some] - 1)
         found = merge(*map(torch.from_numpy, (sights.block.numpy()[some], first, last)))
         # Full: whole query blocks inside what every key of a whole key block is seen by.
         low, high = keys.common.numpy()
-        low, high = np.searchsorted(grid.start, low), np.searchsorted(grid.stop, high, side="right")
+        low, high = grid.edges_to(low - 1), grid.edges_to(high) - 1
         full = np.flatnonzero((low < high) & (grid.blocks.length.numpy() == block))
         visited = Intervals(*(part.numpy() for part in found))
         counts = _between(order, grid, visited, Intervals(full, low[full], high[full]))
