@@ -11,6 +11,8 @@ from torch import Tensor
 _GOAL = 1.07
 """Largest share that is good enough: every further cut makes ranks fetch keys of a sample that they hold in part."""
 _FINEST = 1 / 64
+_ROUNDING = 1e-9
+"""Shares this far apart are the same: a sample of exactly a rank's share must not be cut for the last bit of a sum."""
 
 
 def balanced_samples(samples: Tensor, work: Tensor, ranks: int, block: int, *, unit: int = 1) -> Tensor:
@@ -50,7 +52,7 @@ def balanced_samples(samples: Tensor, work: Tensor, ranks: int, block: int, *, u
     while limit >= _FINEST:
         pieces = _cut(pieces, before, limit, block)
         ranks_of, peak = _deal(pieces, before, ranks)
-        if peak < best_peak - 1e-9:
+        if peak < best_peak - _ROUNDING:
             best, best_peak = torch.cat([pieces, ranks_of.unsqueeze(1)], 1), peak
         if peak <= _GOAL:
             break
@@ -70,7 +72,7 @@ def _shares(pieces: Tensor, before: Before) -> Tensor:
 def _cut(pieces: Tensor, before: Before, limit: float, block: int) -> Tensor:
     """Pieces above ``limit`` of a rank's fair share in even parts."""
     start, stop = pieces.T
-    parts = (_shares(pieces, before).amax(1) / limit).ceil().long().clamp(min=1)
+    parts = (_shares(pieces, before).amax(1) / limit - _ROUNDING).ceil().long().clamp(min=1)
     parts = torch.minimum(parts, -(-(stop - start) // block))
     owner = torch.repeat_interleave(torch.arange(len(pieces)), parts)
     part = torch.arange(len(owner)) - (parts.cumsum(0) - parts)[owner]
