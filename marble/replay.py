@@ -244,12 +244,13 @@ def _nbytes(schedule: Schedule, head_dim: int, dtype: torch.dtype) -> int:
     sums = accumulation_dtype(dtype)
 
     def size(which: Pass) -> int:
-        total = 0
-        for buffer in which.buffers:
-            wide = buffer.kind in (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
-            values = {Kind.PAIRS: 2, Kind.PAIR_SUMS: 2}.get(buffer.kind, 1)
-            values *= 1 if buffer.kind is Kind.STATISTICS else head_dim
-            total += buffer.rows * buffer.heads * values * (sums if wide else dtype).itemsize
+        total = sum(
+            buffer.rows
+            * buffer.heads
+            * buffer.kind.values(head_dim)
+            * (sums if buffer.kind.accumulates else dtype).itemsize
+            for buffer in which.buffers
+        )
         carried = {call.q for step in which.steps for call in step.calls if call.carries}
         return total + sum(
             which.buffers_by_name[name].rows * which.buffers_by_name[name].heads * (head_dim + 2) * sums.itemsize

@@ -11,8 +11,6 @@ from torch import Tensor
 from marble.compose.schedule import Buffer, Kind, Pass, Rows, Schedule
 from marble.kernels.contract import MAX_BLOCK, Band, Tiles, Varlen
 
-_SUMS = (Kind.PAIR_SUMS, Kind.TOKEN_SUMS, Kind.STATISTICS)
-
 
 @dataclass(frozen=True, eq=False)
 class Summary:
@@ -126,9 +124,7 @@ def row_bytes(buffer: Buffer, rows: Rows, head_dim: int, itemsize: int) -> int:
 
 def head_bytes(kind: Kind, head_dim: int, itemsize: int) -> int:
     """Bytes of one head in a row of a kind; sums across ranks are float32."""
-    numbers = 1 if kind is Kind.STATISTICS else head_dim
-    numbers *= 2 if kind in (Kind.PAIRS, Kind.PAIR_SUMS) else 1
-    return numbers * (4 if kind in _SUMS else itemsize)
+    return kind.values(head_dim) * (4 if kind.accumulates else itemsize)
 
 
 def _over_mean(values: Tensor) -> float:
