@@ -24,7 +24,7 @@ cpu-tests: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 .venv/demo: EXTRAS := demo
-.venv/test: EXTRAS := cuda,plots,demo,report,dev
+.venv/test: EXTRAS := cuda,baselines,plots,demo,report,dev
 .venv/demo .venv/test: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch

@@ -6,6 +6,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -15,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
-_PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "numpy")
+_PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvshmem4py-cu13", "yunchang", "numpy")
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,17 @@ class Row:
     ratio: float | None = None
 
 
-def write(bench: str, rows: list[Row], folder: Path = RESULTS) -> Path:
+def write(
+    bench: str, rows: list[Row], folder: Path = RESULTS, *, part: str = "", left_out: Sequence[str] | None = None
+) -> Path:
     """Write a bench's rows, replacing those of its last run.
 
     Args:
         bench: name of the file.
         rows: one per case.
         folder: where; by default the folder of committed results.
+        part: what of the bench was run, for a file of its own.
+        left_out: what was not measured, and why.
     """
     folder.mkdir(parents=True, exist_ok=True)
     record = {
@@ -61,7 +66,9 @@ def write(bench: str, rows: list[Row], folder: Path = RESULTS) -> Path:
         "command": " ".join(["python", "-m", f"bench.{bench}", *sys.argv[1:]]),
         "rows": [asdict(row) for row in rows],
     }
-    path = folder / f"{bench}.json"
+    if left_out is not None:
+        record["left_out"] = list(left_out)
+    path = folder / f"{'_'.join(filter(None, (bench, part)))}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 

@@ -12,7 +12,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,8 @@ SECTIONS = {
     "selection": "Selection of the strategy",
     "replay": "Replays",
 }
-"""Titles of the benches, in the order of the page. Other benches follow under their own names."""
+"""Titles of the benches, in the order of the page. Parts of a bench (``layer_qwen_video``) come with it, and other
+benches follow under their own names."""
 
 REPLAYS = {"replay"}
 """Benches whose layer times are replays: calls timed on one GPU, transfers priced by a profile."""
@@ -75,21 +76,31 @@ class Record:
         bench: its name.
         head: machine, GPU, versions, commit, date and command.
         groups: its rows, in their order.
+        left_out: what was not measured, and why.
     """
 
     bench: str
     head: dict[str, Any]
     groups: tuple[Group, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> str | None:
+        """Its key in `SECTIONS`, if it has one."""
+        fits = [key for key in SECTIONS if self.bench == key or self.bench.startswith(f"{key}_")]
+        return max(fits, key=len, default=None)
 
     @property
     def title(self) -> str:
         """Heading of its section."""
-        return SECTIONS.get(self.bench, self.bench)
+        if self.section is None:
+            return self.bench
+        return SECTIONS[self.section] + (f" ({self.bench})" if self.bench != self.section else "")
 
     @property
     def replayed(self) -> bool:
         """Whether its layer times are replays."""
-        return self.bench in REPLAYS
+        return self.section in REPLAYS
 
 
 def read(path: Path) -> Record:
@@ -107,7 +118,8 @@ def read(path: Path) -> Record:
     grouped: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in rows:
         grouped[row.bar, row.metric, row.unit].append(row)
-    return Record(path.stem, head, tuple(Group(*key, tuple(found)) for key, found in grouped.items()))
+    groups = tuple(Group(*key, tuple(found)) for key, found in grouped.items())
+    return Record(path.stem, head, groups, tuple(given.get("left_out", ())))
 
 
 def build(results: Path = RESULTS, out: Path = ROOT / "build" / "report") -> Path:
@@ -127,13 +139,11 @@ def build(results: Path = RESULTS, out: Path = ROOT / "build" / "report") -> Pat
     if not records:
         raise ValueError(f"{results}: no results files")
     order = list(SECTIONS)
-    records.sort(key=lambda record: order.index(record.bench) if record.bench in order else len(order))
+    records.sort(key=lambda record: len(order) if record.section is None else order.index(record.section))
     out.mkdir(parents=True, exist_ok=True)
     drawn = [
-        Record(
-            record.bench,
-            record.head,
-            tuple(_drawn(record.bench, number, group, out) for number, group in enumerate(record.groups)),
+        replace(
+            record, groups=tuple(_drawn(record.bench, number, group, out) for number, group in enumerate(record.groups))
         )
         for record in records
     ]
@@ -168,7 +178,7 @@ def _drawn(bench: str, number: int, group: Group, out: Path) -> Group:
     axes.spines[["top", "right"]].set_visible(False)
     name = f"{bench}-{number}.png"
     picture.savefig(out / name, dpi=110)
-    return Group(group.bar, group.metric, group.unit, group.rows, name)
+    return replace(group, figure=name)
 
 
 def _one_by_one(axes: Axes, rows: Sequence[Row]) -> None:

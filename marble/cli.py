@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import marble
+from marble.compose.builders import ORDERS, SCHEDULES
 from marble.compose.check import check as check_schedules
 from marble.compose.cost import Summary, summarise
-from marble.compose.planner import ORDERS, SCHEDULES
+from marble.compose.planner import ranking
+from marble.cost.fit import fit as fit_profile
+from marble.cost.profile import SHIPPED, Profile
+from marble.cost.select import Candidate
+from marble.cost.timer import CudaTimer
 from marble.layout import Layout
 from marble.testing import exactness
 from marble.workloads import WORKLOADS, build
@@ -33,7 +39,7 @@ app = typer.Typer(
 # A pipe has no width to fit into.
 console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 progress_console = Console(stderr=True)
-_MOST_COLUMNS = 8
+_MOST_COLUMNS, _MOST_ROWS = 8, 12
 
 Source = Annotated[
     str, typer.Argument(help=f"a workload ({', '.join(WORKLOADS)}) or the path of a layout in JSON", show_default=False)
@@ -84,16 +90,34 @@ def plan(
     scale: Scale = 1.0,
     ranks: Ranks = 8,
     window: Window = None,
-    schedule: ScheduleName = "ring",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help=f"what moves between ranks: {', '.join(SCHEDULES)}; or whom to choose for: {', '.join(SHIPPED)} or "
+            "a profile's TOML file"
+        ),
+    ] = "ring",
     order: Order = None,
-    ulysses: Ulysses = 1,
+    ulysses: Annotated[int | None, typer.Option(help="ranks that share the heads of their tokens", min=1)] = None,
     block: Block = 128,
     shape: Shape = "32:8:128",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
-    """Plan a layer and show its work per rank and step, its balance and its bytes."""
+    """Plan a layer and show its work per rank and step, its balance and its bytes; or rank what a plan could be."""
     layout = _layout(source, tokens, seed, scale)
     layer = _attention_shape(shape, window)
+    if schedule not in SCHEDULES:
+        profile = Profile.load(schedule)
+        with _busy("choosing"):
+            ranked = ranking(layout, layer, ranks, profile, order=order, ulysses=ulysses, block=block)
+        if as_json:
+            typer.echo(json.dumps([_as_record(candidate) for candidate in ranked]))
+            return
+        console.print(_ranking_table(ranked, f"{source}: {layout.tokens:,} tokens on {ranks} × {profile.machine}"))
+        left_out = [name for name in ("across", "step") if getattr(profile, name) is None]
+        if left_out:
+            console.print(f"not in the profile, so not counted: {', '.join(left_out)}")
+        return
     with _busy("planning"):
         planned = marble.plan(layout, layer, ranks=ranks, schedule=schedule, order=order, ulysses=ulysses, block=block)
     summary = summarise([planned.schedules[0][rank] for rank in range(ranks)], layer.head_dim, block=block)
@@ -105,7 +129,7 @@ def plan(
         typer.echo(
             json.dumps(
                 {"source": source, "schedule": schedule, "order": planned.order.name, "block": block, "ranks": ranks}
-                | {"ulysses": ulysses, "idle": planned.idle}
+                | {"ulysses": planned.ulysses, "idle": planned.idle}
                 | fields
                 | ratios
             )
@@ -180,6 +204,20 @@ def check(
 
 
 @app.command()
+def fit(
+    out: Annotated[Path, typer.Argument(help="the profile to write", show_default=False)],
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node", min=1)] = 8,
+    across: Annotated[float | None, typer.Option(help="bytes/s of a GPU to other nodes, if known")] = None,
+) -> None:
+    """Measure this machine's GPUs and write a profile, for `marble plan --schedule` and `marble.plan`."""
+    timer = CudaTimer()
+    with _busy("measuring"):
+        profile = fit_profile(timer, (64, 128), gpus_per_node, across, datetime.now(UTC).strftime("%Y-%m-%d"))
+    out.write_text(profile.dump(), encoding="utf-8")
+    console.print(f"wrote {out}")
+
+
+@app.command()
 def show(
     source: Source,
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("marble.png"),
@@ -223,6 +261,32 @@ def _rank_table(summary: Summary, title: str) -> Table:
         tiles = (f"{visited[step]:,}" for step in steps)
         table.add_row(
             str(rank), f"{int(summary.tokens[rank]):,}", *tiles, f"{sum(visited):,}", f"{partial:.1%}", *received
+        )
+    return table
+
+
+def _as_record(candidate: Candidate) -> dict[str, object]:
+    names = ("ulysses", "order", "schedules", "seconds", "compute", "exposed", "fixed", "memory")
+    return {name: getattr(candidate, name) for name in names}
+
+
+def _ranking_table(ranked: Sequence[Candidate], title: str) -> Table:
+    """The fastest candidates, and why they are: what the slowest rank of every step computes, and what comes on top."""
+    table = Table(title=f"{title}: the fastest {min(len(ranked), _MOST_ROWS)} of {len(ranked)}, one layer, estimated")
+    columns = ("R×U", "order", "schedule", "ms", "compute ms", "slowest step", "exposed ms", "fixed ms", "GiB")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("order", "schedule") else "right")
+    for candidate in ranked[:_MOST_ROWS]:
+        groups = candidate.ranks // candidate.ulysses
+        layer = candidate.layers[0]
+        slowest = max(float(cost.compute.max()) for cost in (layer.forward, layer.backward))
+        table.add_row(
+            f"{groups}×{candidate.ulysses}",
+            candidate.order,
+            layer.schedule,
+            *(f"{x * 1e3:.2f}" for x in (candidate.seconds, candidate.compute, slowest)),
+            *(f"{x * 1e3:.2f}" for x in (candidate.exposed, candidate.fixed)),
+            f"{candidate.memory / 2**30:.2f}",
         )
     return table
 

@@ -86,8 +86,9 @@ MASK = (*LAYOUT, "marble.mask", "marble.kernels.contract")
 ORDER = (*MASK, "marble.order")
 SCHEDULES = (*ORDER, "marble.compose.schedules", "marble.compose.schedule")
 PLAN = (*ORDER, "marble.compose.schedule", "marble.compose.shape", "marble.compose.packing")
+COST = (*SCHEDULES, "marble.compose.cost", "marble.compose.shape", "marble.compose.builders", "marble.cost")
 PLANNER = (
-    *SCHEDULES,
+    *COST,
     *PLAN,
     "marble.comm.groups",
     "marble.compose.plan",
@@ -108,6 +109,11 @@ MAY_IMPORT = {
     "marble.compose.check": (*ORDER, "marble.compose.schedule", "marble.compose.coverage", *KERNELS),
     "marble.compose.cost": (*ORDER, "marble.compose.schedule"),
     "marble.compose.packing": (),
+    "marble.compose.builders": SCHEDULES,
+    "marble.cost.profile": (),
+    "marble.cost.fit": ("marble.cost.profile", "marble.kernels.contract"),
+    "marble.cost.timer": ("marble.cost.fit", "marble.kernels.contract", "marble.kernels.launch"),
+    "marble.cost": COST,
     "marble.compose.plan": (*PLAN, "marble.comm"),
     "marble.compose.planner": PLANNER,
     "marble.compose.executor": ("marble.compose.schedule", "marble.kernels.contract", "marble.comm.transport"),
@@ -149,7 +155,7 @@ def test_one_file_knows_the_architecture_of_the_device() -> None:
 
 
 def test_the_arrows_are_seen() -> None:
-    assert "marble.compose.schedules.ring" in imports(MODULES["marble.compose.planner"])
+    assert "marble.compose.schedules.ring" in imports(MODULES["marble.compose.builders"])
     assert "marble.comm.local" in imports(MODULES["marble.compose.attention"])
     assert not under("marble.order.ptrr", MAY_IMPORT["marble.mask"])
     assert not under("marble.compose.schedules.ring", MAY_IMPORT["marble.compose.executor"])

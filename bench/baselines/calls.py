@@ -71,6 +71,24 @@ class MaskedCall:
         """Operations of the matrix products over some pairs: two forward, five backward."""
         return 2 * (5 if backward else 2) * float(pairs) * self.shape.heads * self.shape.head_dim
 
+    @classmethod
+    def joined(
+        cls, name: str, shape: marble.AttentionShape, stored: StoredMask, rows: Tensor, shards: Sequence[Tensor]
+    ) -> MaskedCall:
+        """Some queries against the keys of several shards, one after the other: storage positions all.
+
+        Raises:
+            ValueError: if a shard before the last is not whole blocks.
+        """
+        if any(len(shard) % BLOCK for shard in shards[:-1]):
+            raise ValueError(f"{name}: shards are not whole blocks, so one call cannot join them")
+        base, parts = 0, []
+        for shard in shards:
+            work = stored.tiles(rows, shard, BLOCK)
+            parts.append(Part(work, torch.ones(len(work.key_row), dtype=torch.bool), base))
+            base += len(shard)
+        return cls(name, shape, stored, rows, torch.cat(list(shards)), join_keys(parts))
+
     def once(self) -> MaskedCall:
         """The same call on its own: every touch is the first and the last."""
         return replace(self, tiles=replace(self.tiles, touch=torch.full_like(self.tiles.touch, ONCE)))
@@ -122,21 +140,13 @@ class Case:
         assert plan.masks is not None
         stored, rows = plan.masks[0], plan.order.shard(rank)
         shards = [plan.order.shard((rank - step) % ranks) for step in range(ranks)]
-        if any(len(shard) % BLOCK for shard in shards[:-1]):
-            raise ValueError(
-                f"{self.title}: shards on {ranks} ranks are not whole blocks, so one call cannot join them"
-            )
         tiles = [stored.tiles(rows, shard, BLOCK) for shard in shards]
         title = f"{self.title}, rank {rank} of {ranks}"
         calls = [
             MaskedCall(f"{title}, step {step}", self.shape, stored, rows, shard, work)
             for step, (shard, work) in enumerate(zip(shards, flag_touches(tiles).calls, strict=True))
         ]
-        base, parts = 0, []
-        for shard, work in zip(shards, tiles, strict=True):
-            parts.append(Part(work, torch.ones(len(work.key_row), dtype=torch.bool), base))
-            base += len(shard)
-        joined = MaskedCall(title, self.shape, stored, rows, torch.cat(shards), join_keys(parts))
+        joined = MaskedCall.joined(title, self.shape, stored, rows, shards)
         return calls, joined
 
     def all_to_all(self, ranks: int = 8, rank: int = 0) -> list[MaskedCall]:

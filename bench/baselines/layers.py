@@ -1,11 +1,15 @@
-"""Contenders of `bench.layer`: one attention layer, forward and backward, on one GPU or on the ranks of a group."""
+"""What `bench.layer` runs: one attention layer, forward and backward, on one GPU or on the ranks of a group.
+
+Marble's schedules are run by the executor itself, without autograd around it: on one GPU and on several alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,26 +24,109 @@ from marble.comm.transport import Connection, Operation, Program, Start, drive
 from marble.compose import executor
 from marble.compose.plan import Plan
 from marble.kernels.contract import Backend
+from marble.kernels.rounded import PerStepRounding
+from marble.testing.exactness import RESULTS, Problem
 
-RESULTS = ("out", "dq", "dk", "dv")
-TRANSPORTS = ("nvshmem", "torch_dist")
+TRANSPORTS = ("nvshmem", "nccl_rma", "torch_dist")
+ONE, PER_STEP = "one GPU", "ring, torch_dist, rounded at every step"
+"""The second merges by PyTorch operations, for which the host waits: its error is of interest, its time a bound."""
 _HOST_CYCLES = 40_000_000
 """Clock cycles of the GPU that it idles for, about 20 ms: longer than the host takes to ask for a layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A whole pack's q, k, v and output gradient in sequence order, bfloat16, alike on all ranks."""
+    """Whole packs' q, k, v and output gradient in sequence order, alike on all ranks.
 
-    tensors: tuple[Tensor, ...]
+    Attributes:
+        sets: several of them, [tokens, heads, head_dim] each; layers take them by turns.
+    """
+
+    sets: Sequence[tuple[Tensor, ...]]
+    _dealt: dict[bytes, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def random(cls, case: Case, device: torch.device) -> Inputs:
-        """Normally distributed ones."""
+    def random(cls, case: Case, device: torch.device, sets: int = 2) -> Inputs:
+        """Normally distributed ones in bfloat16; the output gradient differs in size between tokens."""
         make, shape = torch.Generator(device).manual_seed(1), case.shape
         heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-        size = [(case.tokens, h, shape.head_dim) for h in heads]
-        return cls(tuple(torch.randn(s, generator=make, device=device, dtype=torch.bfloat16) for s in size))
+        sizes = torch.linspace(0.5, 2, case.tokens, device=device, dtype=torch.bfloat16)[:, None, None]
+        found = []
+        for _ in range(sets):
+            size = [(case.tokens, h, shape.head_dim) for h in heads]
+            q, k, v, dout = (torch.randn(s, generator=make, device=device, dtype=torch.bfloat16) for s in size)
+            found.append((q, k, v, dout.mul_(sizes)))
+        return cls(found)
+
+    @classmethod
+    def of_problem(cls, problem: Problem) -> Inputs:
+        """Those of a problem whose exact results are known."""
+        return cls([tuple(x.bfloat16() for x in (problem.q, problem.k, problem.v, problem.dout))])
+
+    @property
+    def device(self) -> torch.device:
+        return self.sets[0][0].device
+
+    @property
+    def tokens(self) -> int:
+        return self.sets[0][0].shape[0]
+
+    def of(self, index: Tensor) -> list[tuple[Tensor, ...]]:
+        """Some tokens of each set; those who ask for the same tokens share them."""
+        key = index.numpy().tobytes()
+        if key not in self._dealt:
+            there = index.to(self.device)
+            self._dealt[key] = [tuple(x[there] for x in one) for one in self.sets]
+        return self._dealt[key]
+
+
+class Layer(Protocol):
+    """A contender on one rank; all ranks call it together."""
+
+    @property
+    def index(self) -> Tensor:
+        """Sequence positions of this rank's tokens, int64, on the CPU."""
+        ...
+
+    def __call__(self, turn: int = 0) -> tuple[Tensor, ...]:
+        """Forward and backward on the inputs of a turn: `RESULTS` of this rank's tokens, in the type of the inputs."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for it, and raise what went wrong."""
+        ...
+
+
+class OnStream:
+    """A `Layer` whose errors come as they are made."""
+
+    def synchronize(self) -> None:
+        """See `Layer`."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A contender that may refuse: ``make`` raises, or the layer's first run does."""
+
+    name: str
+    make: Callable[[], Layer]
+
+    def accepted(self) -> Layer | str:
+        """The layer after a first run, or what kept a rank from it. Ranks must fail alike: one that fails alone within
+        a collective leaves the others to its timeout."""
+        layer, reason = None, ""
+        try:
+            layer = self.make()
+            layer()
+            layer.synchronize()
+        except Exception as error:  # whatever a baseline raises: it is named, and the others go on
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        reasons: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(reasons, reason)
+        found = next(filter(None, reasons), "")
+        return found if found or layer is None else layer
 
 
 class Alone:
@@ -75,98 +162,114 @@ class Silent:
 
 
 @dataclass(frozen=True, eq=False)
-class Contender:
-    """A layer that can be run; calling it gives `RESULTS` of this rank's tokens.
+class Ours:
+    """Marble's layer.
 
     Attributes:
-        name: schedule and transport.
         plan: who holds which tokens.
         rank: whose schedule it runs.
-        inputs: this rank's q, k, v and output gradient.
+        sets: this rank's q, k, v and output gradient, by turns.
         kernels: computes the calls.
         connection: carries the transfers.
     """
 
-    name: str
     plan: Plan
     rank: int
-    inputs: tuple[Tensor, ...]
+    sets: list[tuple[Tensor, ...]]
     kernels: Backend
     connection: Any
 
-    def __call__(self) -> tuple[Tensor, ...]:
-        """Forward and backward."""
-        *qkv, dout = self.inputs
+    @property
+    def index(self) -> Tensor:
+        """See `Layer`."""
+        return self.plan.index
+
+    def __call__(self, turn: int = 0) -> tuple[Tensor, ...]:
+        """See `Layer`."""
+        *qkv, dout = self.sets[turn % len(self.sets)]
         schedule = self.plan.schedules_on(dout.device)[0][self.rank]
         options = {"scale": self.plan.layers[0].softmax_scale, "reserve": self.connection.reserve}
         ahead = executor.forward(schedule, self.kernels, *qkv, **options)
         out, lse = self.connection.run(ahead, Operation("the layer, forward"))
         back = executor.backward(schedule, self.kernels, *qkv, out, lse, dout, **options)
-        return out, *self.connection.run(back, Operation("the layer, backward"))
+        gradients = self.connection.run(back, Operation("the layer, backward"))
+        return out, *(x.to(out.dtype, copy=True) for x in gradients)
 
-    def silent(self) -> Contender:
+    def silent(self) -> Ours:
         """The same calls without transfers."""
         return replace(self, connection=Silent(self.connection))
 
     def synchronize(self) -> None:
-        """Wait for it, and raise what went wrong."""
+        """See `Layer`."""
         self.connection.synchronize(None)
 
 
-def alone(case: Case, inputs: Inputs, kernels: Backend) -> Contender:
+def alone(case: Case, inputs: Inputs, kernels: Backend) -> Ours:
     """The whole layer on this rank's GPU."""
-    return _contender("one GPU", marble.plan(case.layout, case.shape, ranks=1), 0, inputs, kernels, Alone())
+    return _ours(marble.plan(case.layout, case.shape, ranks=1), 0, inputs, kernels, Alone())
 
 
-def of_ranks(
-    case: Case, inputs: Inputs, kernels: Backend, transports: Sequence[str] = TRANSPORTS
-) -> Iterator[Contender]:
-    """Every schedule that can compute the case, over some transports, in the default process group."""
-    group, device = dist.group.WORLD, inputs.tensors[0].device
-    assert group is not None
-    for schedule, ulysses in (("ring", 1), ("sparse_a2a", 1), ("chunked", 1), ("ring", group.size())):
-        if schedule == "chunked" and case.shape.window is not None:
-            continue
-        plan = marble.plan(case.layout, case.shape, group=group, schedule=schedule, ulysses=ulysses)
-        title = schedule if ulysses == 1 else "ulysses"
+def of_ranks(case: Case, inputs: Inputs, kernels: Backend, transports: Sequence[str] = TRANSPORTS) -> Iterator[Offer]:
+    """Every schedule over some transports in the default process group, and the ring in which every step rounds."""
+    for schedule in ("ring", "sparse_a2a", "chunked", "ulysses"):
         for transport in transports:
-            connection = connect(transport, group, device)
-            yield _contender(f"{title}, {transport}", plan, group.rank(), inputs, kernels, connection)
+            yield Offer(f"{schedule}, {transport}", partial(_of_group, case, inputs, kernels, schedule, transport))
+    yield Offer(PER_STEP, partial(_of_group, case, inputs, PerStepRounding(kernels), "ring", "torch_dist"))
 
 
-def _contender(name: str, plan: Plan, rank: int, inputs: Inputs, kernels: Backend, connection: Any) -> Contender:
-    parts = tuple(plan.shard(x) for x in inputs.tensors)
-    kernels.prepare(plan.schedules_on(parts[0].device)[0][rank].works)
-    return Contender(name, plan, rank, parts, kernels, connection)
+def _of_group(case: Case, inputs: Inputs, kernels: Backend, schedule: str, transport: str) -> Ours:
+    group = dist.group.WORLD
+    assert group is not None
+    named, degree = ("ring", group.size()) if schedule == "ulysses" else (schedule, 1)
+    plan = marble.plan(case.layout, case.shape, group=group, schedule=named, ulysses=degree)
+    return _ours(plan, group.rank(), inputs, kernels, connect(transport, group, inputs.device))
 
 
-def differences(contender: Contender, expected: Contender) -> dict[str, float]:
-    """‖x − y‖ / ‖y‖ of all results x of a contender and y of one GPU, the largest of any rank."""
-    found = [
-        relative_error(mine, contender.plan.shard(expected.plan.unshard(theirs)))
-        for mine, theirs in zip(contender(), expected(), strict=True)
-    ]
-    contender.synchronize()
-    worst = torch.tensor(found, device=contender.inputs[0].device)
+def _ours(plan: Plan, rank: int, inputs: Inputs, kernels: Backend, connection: Any) -> Ours:
+    kernels.prepare(plan.schedules_on(inputs.device)[0][rank].works)
+    return Ours(plan, rank, inputs.of(plan.index), kernels, connection)
+
+
+def whole(layer: Layer, tokens: int) -> dict[str, Tensor]:
+    """All ranks' results in sequence order, on every rank."""
+    found = {}
+    for name, mine in zip(RESULTS, layer(), strict=True):
+        every = mine.new_zeros(tokens, *mine.shape[1:])
+        every[layer.index.to(mine.device)] = mine
+        if len(layer.index) < tokens:
+            dist.all_reduce(every)
+        found[name] = every
+    layer.synchronize()
+    return found
+
+
+def differences(layer: Layer, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """‖x − y‖ / ‖y‖ of a layer's results x and whole results y, the largest of any rank."""
+    results = dict(zip(RESULTS, layer(), strict=True))
+    layer.synchronize()
+    found = []
+    for name, mine in results.items():
+        found.append(relative_error(mine, expected[name][layer.index.to(mine.device)]))
+    worst = torch.tensor(found, device=mine.device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return dict(zip(RESULTS, worst.tolist(), strict=True))
 
 
-def milliseconds(contenders: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, float]:
+def milliseconds(layers: Mapping[str, Layer], repeats: int, warmup: int = 2) -> dict[str, float]:
     """Median milliseconds of each, by turns, on whichever rank is slower. The GPUs begin together, behind the host."""
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    taken: dict[str, list[float]] = {name: [] for name in layers}
     aligned = torch.zeros(1, device="cuda")
-    for repeat in range(warmup + repeats):
-        for name, run in contenders.items():
+    for turn in range(warmup + repeats):
+        for name, run in layers.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             dist.barrier()
             torch.cuda._sleep(_HOST_CYCLES)
             dist.all_reduce(aligned)
             start.record()
-            run()
+            run(turn)
             stop.record()
             torch.cuda.synchronize()
-            if repeat >= warmup:
+            if turn >= warmup:
                 taken[name].append(start.elapsed_time(stop))
     medians = torch.tensor([median(times) for times in taken.values()], device="cuda")
     dist.all_reduce(medians, dist.ReduceOp.MAX)

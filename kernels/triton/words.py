@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from marble.kernels.triton.lookup import bound
+
 
 class Cells(Protocol):
     """Blocks as cells, by the names and meanings of `marble.mask.shards.Blocks`."""
@@ -28,13 +30,6 @@ class Cells(Protocol):
     @property
     def cells(self) -> Tensor:
         """Span, within, start, row and rows of each cell, int64 [cells, 5], contiguous."""
-
-
-@triton.jit
-def _bound(bounds, number, span, spans, place):
-    """Where a bound of the tokens at some places of a span lies: the ramp clamp(place + offset, first, last)."""
-    at = bounds + 3 * number * spans + span
-    return tl.minimum(tl.maximum(place + tl.load(at + 2 * spans), tl.load(at)), tl.load(at + spans))
 
 
 @triton.jit
@@ -78,11 +73,11 @@ def _words(
         of, first = tl.load(at), tl.load(at + 3)
         here = (line >= first) & (line < first + tl.load(at + 4))
         place = line + (tl.load(at + 1) - first)
-        lo0 = tl.where(here, _bound(bounds, 0, of, spans, place), lo0)
-        hi0 = tl.where(here, _bound(bounds, 1, of, spans, place), hi0)
+        lo0 = tl.where(here, bound(bounds, 0, of, spans, place), lo0)
+        hi0 = tl.where(here, bound(bounds, 1, of, spans, place), hi0)
         if TWO:
-            lo1 = tl.where(here, _bound(bounds, 2, of, spans, place), lo1)
-            hi1 = tl.where(here, _bound(bounds, 3, of, spans, place), hi1)
+            lo1 = tl.where(here, bound(bounds, 2, of, spans, place), lo1)
+            hi1 = tl.where(here, bound(bounds, 3, of, spans, place), hi1)
     from0, to0 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     from1, to1 = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for cell in range(tl.load(inner_ptr + inner), tl.load(inner_ptr + inner + 1)):

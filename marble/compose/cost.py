@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marble.compose.schedule import Kind, Pass, Schedule
+from marble.compose.schedule import Buffer, Kind, Pass, Rows, Schedule
 from marble.kernels.contract import MAX_BLOCK, Band, Tiles, Varlen
-
-_SUMS = (Kind.PAIR_SUMS, Kind.TOKEN_SUMS, Kind.STATISTICS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +71,7 @@ def summarise(schedules: Sequence[Schedule], head_dim: int, itemsize: int = 2, b
         for number, step in enumerate(schedule.forward.steps):
             for call in step.calls:
                 counts[:, rank, number] += (
-                    _tiles(call.work) if isinstance(call.work, Tiles) else _dense(call.work, block)
+                    tile_counts(call.work) if isinstance(call.work, Tiles) else dense_counts(call.work, block)
                 )
     received = [
         torch.tensor([_received(schedule.rank, which(schedule), head_dim, itemsize) for schedule in schedules])
@@ -82,13 +80,13 @@ def summarise(schedules: Sequence[Schedule], head_dim: int, itemsize: int = 2, b
     return Summary(torch.tensor(schedules[0].tokens), *counts, *received)
 
 
-def _tiles(work: Tiles) -> Tensor:
-    """Visited tiles, partial tiles, runs and touched query blocks of a call."""
+def tile_counts(work: Tiles) -> Tensor:
+    """Visited tiles, partial tiles, runs and touched query blocks of a call, int64 [4]."""
     tiles = work.by_query
     return torch.tensor([work.visited, tiles.partial, len(tiles.runs), int((tiles.counts() > 0).sum())])
 
 
-def _dense(work: Varlen, block: int) -> Tensor:
+def dense_counts(work: Varlen, block: int) -> Tensor:
     """The same for a dense call, with every sequence cut into blocks from its first query and its first key."""
     rows, keys = (ends[:, 1].long() - ends[:, 0].long() for ends in (work.queries, work.keys))
     blocks = -(-rows // block)
@@ -114,12 +112,19 @@ def _received(rank: int, which: Pass, head_dim: int, itemsize: int) -> int:
     for step in which.steps:
         for transfer in step.transfers:
             if transfer.target == rank != transfer.source:
-                buffer = buffers[transfer.dst.buffer]
-                heads = buffer.heads if transfer.dst.heads is None else transfer.dst.heads[1] - transfer.dst.heads[0]
-                numbers = 1 if buffer.kind is Kind.STATISTICS else head_dim
-                numbers *= 2 if buffer.kind in (Kind.PAIRS, Kind.PAIR_SUMS) else 1
-                total += len(transfer.dst) * heads * numbers * (4 if buffer.kind in _SUMS else itemsize)
+                total += row_bytes(buffers[transfer.dst.buffer], transfer.dst, head_dim, itemsize)
     return total
+
+
+def row_bytes(buffer: Buffer, rows: Rows, head_dim: int, itemsize: int) -> int:
+    """Bytes of some rows of a buffer, of all heads or of those that the rows name."""
+    heads = buffer.heads if rows.heads is None else rows.heads[1] - rows.heads[0]
+    return len(rows) * heads * head_bytes(buffer.kind, head_dim, itemsize)
+
+
+def head_bytes(kind: Kind, head_dim: int, itemsize: int) -> int:
+    """Bytes of one head in a row of a kind; sums across ranks are float32."""
+    return kind.values(head_dim) * (4 if kind.accumulates else itemsize)
 
 
 def _over_mean(values: Tensor) -> float:

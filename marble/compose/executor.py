@@ -61,14 +61,11 @@ class Memory:
 
     def unit(self, buffer: Buffer) -> int:
         """Bytes of one head of one row."""
-        values = {Kind.STATISTICS: 1, Kind.PAIRS: 2, Kind.PAIR_SUMS: 2}.get(buffer.kind, 1)
-        values *= 1 if buffer.kind is Kind.STATISTICS else self.like.shape[-1]
-        return values * self.dtype(buffer).itemsize
+        return buffer.kind.values(self.like.shape[-1]) * self.dtype(buffer).itemsize
 
     def dtype(self, buffer: Buffer) -> torch.dtype:
         """The type of a buffer's values."""
-        sums = buffer.kind in (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
-        return accumulation_dtype(self.like.dtype) if sums else self.like.dtype
+        return accumulation_dtype(self.like.dtype) if buffer.kind.accumulates else self.like.dtype
 
     def allocate(self, buffer: Buffer) -> Tensor:
         """A buffer's tensor: in reserved memory if whole rows of it move, of its own otherwise."""

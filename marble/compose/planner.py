@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from marble.comm.groups import Group, process_group, sharing_heads
+from marble.compose.builders import ORDERS, SCHEDULES, build
 from marble.compose.plan import Plan
 from marble.compose.schedule import Schedule
-from marble.compose.schedules.chunked import chunked
-from marble.compose.schedules.fetch import all_gather, sparse_a2a
-from marble.compose.schedules.ring import ring
 from marble.compose.schedules.ulysses import HeadSplit
-from marble.compose.schedules.ulysses import ulysses as split_heads
 from marble.compose.shape import AttentionShape
+from marble.cost.profile import Profile
+from marble.cost.select import Candidate, candidates
 from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
@@ -31,10 +30,6 @@ from marble.mask.ranges import VisibleRanges
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.mask.tracks import Tracks
-from marble.order.balanced_samples import balanced_samples
-from marble.order.chunks import chunk_order
-from marble.order.contiguous import contiguous
-from marble.order.ptrr import ptrr
 from marble.order.set_apart import set_apart
 from marble.order.token_order import TokenOrder
 
@@ -46,7 +41,7 @@ def plan(
     ranks: int | None = None,
     rank: int | None = None,
     group: Group | None = None,
-    schedule: str | Sequence[str] = "ring",
+    schedule: str | Sequence[str] | Profile = "ring",
     order: str | None = None,
     ulysses: int | None = None,
     block: int = MAX_BLOCK,
@@ -67,7 +62,9 @@ def plan(
         schedule: what moves between ranks, for all layers or one name per layer: ``ring`` (every shard visits every
             rank), ``sparse_a2a`` (each rank fetches the key blocks that its queries see; on a window layer, the last
             window), ``chunked`` (a ring of a few dense calls per step, for long bidirectional spans) or ``all_gather``
-            (every rank fetches every key; a baseline).
+            (every rank fetches every key; a baseline). Or the profile of a machine
+            (`marble.cost.profile.Profile.load`): what it expects to be fastest is taken, one schedule for each kind of
+            layer, the order and the Ulysses degree; an order or a degree that is given is kept.
         order: how tokens are dealt to ranks: ``ptrr`` (even work in every ring step), ``chunks`` (large contiguous
             chunks, even work in every step), ``balanced_samples`` (whole samples, even work and even tokens) or
             ``contiguous``. By default ``chunks`` if a layer is chunked, else ``ptrr`` if one is a ring, else
@@ -92,7 +89,12 @@ def plan(
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with on_cpu:
         where, ulysses = _resolve_ranks(ranks, rank, group), _resolve_degree(ulysses, group)
-        request = _request(layout, layers, where, schedule, order, ulysses, block, torch.device(device))
+        if isinstance(schedule, Profile):
+            wanted = replace(_wanted(layout, layers, where, order, ulysses, block), digest=layout.digest)
+            chosen = _chosen(wanted, schedule) if mask is None else _choose(wanted, schedule, mask, tracks)[0]
+            schedule, order, ulysses = chosen.schedules, chosen.order, chosen.ulysses
+        degree = 1 if ulysses is None else ulysses
+        request = _request(layout, layers, where, schedule, order, degree, block, torch.device(device))
         if mask is None and tracks is None:
             made = _kept(replace(request, digest=layout.digest))
         else:
@@ -154,8 +156,54 @@ def _kept(request: _Request) -> Plan:
 
 
 def forget() -> None:
-    """Forget the kept plans."""
+    """Forget the kept plans and choices."""
     _kept.cache_clear()
+    _chosen.cache_clear()
+
+
+def ranking(
+    layout: Layout,
+    layers: AttentionShape | Sequence[AttentionShape],
+    ranks: int,
+    profile: Profile,
+    *,
+    order: str | None = None,
+    ulysses: int | None = None,
+    block: int = MAX_BLOCK,
+) -> list[Candidate]:
+    """What `plan` chooses among for a profile, the fastest first. Arguments as there."""
+    where = _resolve_ranks(ranks, None, None)
+    return _choose(_wanted(layout, layers, where, order, _resolve_degree(ulysses, None), block), profile, None, None)
+
+
+def _wanted(
+    layout: Layout,
+    layers: AttentionShape | Sequence[AttentionShape],
+    where: tuple[int, int | None],
+    order: str | None,
+    ulysses: int | None,
+    block: int,
+) -> _Request:
+    """A request for a choice, all checked: an empty order and a degree of 0 are free."""
+    degree = 1 if ulysses is None else ulysses
+    request = _request(layout, layers, where, "ring", order, degree, block, torch.device("cpu"))
+    return replace(request, order="" if order is None else order, ulysses=0 if ulysses is None else degree)
+
+
+@lru_cache(maxsize=8)
+def _chosen(request: _Request, profile: Profile) -> Candidate:
+    return _choose(request, profile, None, None)[0]
+
+
+def _choose(
+    request: _Request, profile: Profile, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None
+) -> list[Candidate]:
+    """All candidates for a request of `_wanted`."""
+    masks = _stored_masks(request.layout, request.layers, mask, tracks, torch.device("cpu"))
+    orders = (request.order,) if request.order else tuple(ORDERS)
+    shared = gcd(request.world, *(shape.heads for shape in request.layers))
+    degrees = [d for d in range(1, shared + 1) if not shared % d and request.ulysses in (0, d)]
+    return candidates(masks, request.layers, request.world, request.block, profile, orders, degrees)
 
 
 def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None) -> Plan:
@@ -189,26 +237,19 @@ def _build(
     for shape, mask, name in zip(layers, masks, names, strict=True):
         key = (name, id(mask), shape.heads, shape.kv_heads)
         if key not in built:
-            split = HeadSplit(shape.heads, shape.kv_heads, degree)
             try:
-                inner = {
-                    group: SCHEDULES[name](groups, mask, group, block, split.inner_heads, split.inner_kv_heads)
-                    for group in sorted({rank // degree for rank in ranks})
-                }
+                split = HeadSplit(shape.heads, shape.kv_heads, degree)
+                built[key] = build(name, groups, order, mask, block, split, ranks)
             except NotDenseError as error:
                 raise ValueError(f"schedule: layer {len(found)} cannot be {name!r}: {error}") from None
-            if degree > 1:
-                built[key] = {rank: split_heads(inner[rank // degree], rank, order.lengths, split) for rank in ranks}
-            else:
-                built[key] = inner
         found.append(built[key])
     return tuple(found)
 
 
-def _resolve_degree(ulysses: int | None, group: Group | None) -> int:
+def _resolve_degree(ulysses: int | None, group: Group | None) -> int | None:
     said = None if group is None else sharing_heads(group)
     if ulysses is None:
-        return 1 if said is None else said
+        return said
     ulysses = as_int(ulysses, "ulysses")
     if said not in (None, ulysses):
         raise ValueError(
@@ -300,49 +341,3 @@ def _stored_masks(
             pairs = and_masks(packed_mask(window) if mask is None else mask, not_padding)
             built[window] = StoredMask(storage, pairs, ranges, tracks)
     return tuple(built[window] for window in windows)
-
-
-def _block_costs(masks: Sequence[StoredMask], block: int) -> Tensor:
-    """Visited tiles of each stored query block for each distinct mask, int64 [masks, blocks]."""
-    return torch.stack([mask.work(block) for mask in {id(mask): mask for mask in masks}.values()])
-
-
-def _deal_contiguous(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
-    storage = masks[0].storage
-    ranks = contiguous(-(-storage.layout.tokens // block), world)
-    return TokenOrder.of_blocks("contiguous", storage, world, ranks, block)
-
-
-def _deal_ptrr(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
-    ranks = ptrr(_block_costs(masks, block), world)
-    return TokenOrder.of_blocks("ptrr", masks[0].storage, world, ranks, block)
-
-
-def _deal_balanced_samples(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
-    storage = masks[0].storage
-    work = _block_costs(masks, block).cpu().repeat_interleave(block, 1)[:, : storage.layout.tokens]
-    pieces = balanced_samples(storage.layout.sample_bounds, work, world, block)
-    return TokenOrder("balanced_samples", storage, world, pieces)
-
-
-def _deal_chunks(masks: Sequence[StoredMask], world: int, block: int) -> TokenOrder:
-    """By the first mask that dense calls can express: all global layers share one."""
-    for mask in masks[1:]:
-        with suppress(NotDenseError):
-            return chunk_order(mask, world, block)
-    return chunk_order(masks[0], world, block)
-
-
-ORDERS: Mapping[str, Callable[[Sequence[StoredMask], int, int], TokenOrder]] = {
-    "ptrr": _deal_ptrr,
-    "chunks": _deal_chunks,
-    "balanced_samples": _deal_balanced_samples,
-    "contiguous": _deal_contiguous,
-}
-
-SCHEDULES: Mapping[str, Callable[[TokenOrder, StoredMask, int, int, int, int], Schedule]] = {
-    "ring": ring,
-    "sparse_a2a": sparse_a2a,
-    "chunked": chunked,
-    "all_gather": all_gather,
-}

@@ -35,6 +35,17 @@ class Kind(StrEnum):
     STATISTICS = "statistics"
     """[h] in the accumulation type: log-sum-exp and delta. Cleared, it is −inf, the log-sum-exp of no keys."""
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether its values are in the accumulation type."""
+        return self in (Kind.TOKEN_SUMS, Kind.PAIR_SUMS, Kind.STATISTICS)
+
+    def values(self, head_dim: int) -> int:
+        """How many values a row has for each head."""
+        if self is Kind.STATISTICS:
+            return 1
+        return head_dim * (2 if self in (Kind.PAIRS, Kind.PAIR_SUMS) else 1)
+
 
 @dataclass(frozen=True)
 class Buffer:

@@ -14,7 +14,7 @@ from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.predicates import CHUNK, Side
 from marble.mask.shards import expand, true_at
 from marble.mask.tracks import Tracks
-from marble.mask.vectors import running_max, take
+from marble.mask.vectors import by_kernel, running_max, take
 
 _PAIRS = 1 << 24  # block pairs that are summarised in one go
 
@@ -65,12 +65,35 @@ class Pairing:
         """Rows of a whole block."""
         return self.queries.blocks.block
 
-    def touched(self, sights: Sights) -> tuple[Tensor, Tensor, Tensor]:
-        """Intervals (key block, first query block, one past the last) with a legal pair, sorted and disjoint."""
+    @cached_property
+    def _sights(self) -> tuple[Tensor, Tensor]:
+        """What a kernel finds for `touched` and `inside`."""
+        from marble.kernels.triton.sights import sights
+
+        keys = self.keys
+        assert keys.ranges is not None
+        return sights(keys.blocks, keys.ranges.table, keys.ranges.exact, self.queries.blocks.shards[0])
+
+    def touched(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Intervals (key block, first query block, one past the last) with a legal pair, sorted and disjoint; and
+        perhaps some that are empty."""
+        if by_kernel(self.keys.blocks.of):
+            return merge(self.keys.blocks.of, *self._sights[0])
+        sights = Sights.of(self.keys)
         low, high = bounds = self.queries.blocks.shards[0].before(torch.stack([sights.lo, sights.hi]))
         some = true_at(low < high)
         block, (low, high) = sights.block.index_select(0, some), take(bounds, some)
         return merge(block, low // self.block, (high + (self.block - 1)) // self.block)
+
+    def inside(self) -> tuple[Tensor, Tensor]:
+        """For each key block, the first query block that sees all of it and one past the last, which is not below."""
+        if by_kernel(self.keys.blocks.of):
+            first, last = self._sights[1]
+            return first, last
+        from_, to = self.queries.blocks.shards[0].before(self.keys.common)
+        first = (from_ + (self.block - 1)) // self.block
+        # Ragged blocks are never full.
+        return first, torch.maximum(first, to // self.block * (self.keys.blocks.length == self.block))
 
     def classify(self) -> tuple[Tensor, Tensor]:
         """Runs of full tiles (key block, first query block, blocks) and partial tiles (key block, query block), int64
@@ -88,16 +111,13 @@ class Pairing:
 
     def by_ranges(self) -> tuple[Tensor, Tensor]:
         """Key blocks whose keys all have a range of visible queries."""
-        # Full: the query blocks inside every key's range. Ragged blocks are never full.
-        from_, to = self.queries.blocks.shards[0].before(self.keys.common)
-        first = (from_ + (self.block - 1)) // self.block
-        last = to // self.block * (self.keys.blocks.length == self.block)
-        last = torch.maximum(first, last)
+        # Full: the query blocks inside every key's range.
+        first, last = self.inside()
         full = true_at(last > first)
         start, stop = first.index_select(0, full), last.index_select(0, full)
         runs = torch.stack([full, start, stop - start])
         # Partial: what else the ranges touch.
-        block, low, high = self.touched(Sights.of(self.keys))
+        block, low, high = self.touched()
         first, last = first.index_select(0, block), last.index_select(0, block)
         low = torch.stack([low, torch.maximum(low, last)], 1).flatten()
         high = torch.stack([torch.minimum(high, first), high], 1).flatten()
@@ -167,7 +187,7 @@ def merge(group: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor, T
     Args:
         group: int64 [intervals], rising.
         start: int64 [intervals], below 2⁴⁰ like ``stop``.
-        stop: int64 [intervals], above ``start``.
+        stop: int64 [intervals], not below ``start``; empty intervals may stay if none with members touches them.
     """
     shift = group << 40
     low, high = start + shift, stop + shift

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from marble.mask.ranges import Ramp, SpanRanges
 from marble.mask.shards import Blocks, expand, true_at
-from marble.mask.vectors import running_max, take
+from marble.mask.vectors import by_kernel, running_max, take
 
 CHUNK = 256
 """Tiles that are looked at pair by pair in one go: 4 Mi pairs."""
@@ -100,7 +100,7 @@ def predicates(outer: Side, inner: Side, tiles: Tensor, legal: Legal) -> tuple[T
     """
     outer_block, inner_block = tiles
     count, block = len(outer_block), outer.blocks.block
-    if _by_kernel(outer_block) and outer.complete:
+    if by_kernel(outer_block) and outer.complete:
         return _written_at_once(outer, inner, tiles)
     slots = torch.full((count,), -1, dtype=torch.int64, device=outer_block.device)
     words = []
@@ -131,11 +131,6 @@ def predicates(outer: Side, inner: Side, tiles: Tensor, legal: Legal) -> tuple[T
     tables, bit_slot = dedupe(some_bits, torch.arange(len(some_bits), device=slots.device))
     slots[~tiled], slots[tiled] = range_slot, ~bit_slot
     return slots, ranges, tables
-
-
-def _by_kernel(tiles: Tensor) -> bool:
-    """Whether a kernel writes the range words of tiles: it runs on GPUs."""
-    return tiles.is_cuda
 
 
 def _written_at_once(outer: Side, inner: Side, tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:

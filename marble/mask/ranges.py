@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from marble.mask.storage import Storage
-from marble.mask.vectors import running_max
+from marble.mask.vectors import by_kernel, running_max
+
+if TYPE_CHECKING:
+    from marble.kernels.triton.spans import Neighbours
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +122,8 @@ class VisibleRanges:
         From key to key inside a span neither end of the range falls, each rises by one at most, and if the first and
         the last key are exact, so are all between them. An end that rises is the key itself, or ``window`` behind it.
         """
+        if by_kernel(self._spans.start):
+            return SpanRanges(*self._spans.neighbours.visible(self._window, keys=True))
         own = self._spans.start_stored
         bounds, exact = self._keys(slice(None), self._spans.ends)
         return SpanRanges(_ramps(bounds, (own, own + (self._window or 0))), exact.all(0))
@@ -128,6 +134,8 @@ class VisibleRanges:
 
         A range that only some queries of a span have counts as not exact.
         """
+        if by_kernel(self._spans.start):
+            return SpanRanges(*self._spans.neighbours.visible(self._window, keys=False))
         own = self._spans.start_stored + 1
         bounds, exact = self._queries(slice(None), self._spans.ends)
         back = own - (self._window or 0)
@@ -219,11 +227,40 @@ class _Spans:
     def __init__(self, storage: Storage) -> None:
         table = storage.table
         self.storage = storage
-        self.real, self.seg, self.noise = table.sample >= 0, table.seg, table.noise >= 0
-        self.start, self.length, self.stop = table.start, table.length, table.stop
-        self.start_stored = storage.offset
-        self.own = _Hull.of(storage.offset, storage.offset + table.length, table.length)
-        self.ordinal = table.ordinal
+        self.seg, self.start, self.length, self.start_stored = table.seg, table.start, table.length, storage.offset
+
+    @cached_property
+    def neighbours(self) -> Neighbours:
+        """What a kernel finds the ranges of all spans by."""
+        from marble.kernels.triton.spans import Neighbours
+
+        by_seg = torch.argsort(self.seg, stable=True)
+        return Neighbours.of(self.storage.table.columns, self.start_stored, self.storage.apart, by_seg)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Spans that are not padding."""
+        return self.storage.table.sample >= 0
+
+    @cached_property
+    def noise(self) -> Tensor:
+        """Noise spans."""
+        return self.storage.table.noise >= 0
+
+    @cached_property
+    def stop(self) -> Tensor:
+        """One past the last token of each span, in sequence order."""
+        return self.storage.table.stop
+
+    @cached_property
+    def ordinal(self) -> Tensor:
+        """A number for each span's sample, rising."""
+        return self.storage.table.ordinal
+
+    @cached_property
+    def own(self) -> _Hull:
+        """Each span alone."""
+        return _Hull.of(self.start_stored, self.start_stored + self.length, self.length)
 
     @cached_property
     def sample_stop(self) -> Tensor:

@@ -119,7 +119,7 @@ class StoredMask:
         change = torch.zeros(len(keys.blocks) + 1, dtype=torch.int64, device=keys.blocks.of.device)
         left = pairing.keys.left
         if pairing.keys.ranges is not None:
-            _, first, last = pairing.touched(Sights.of(pairing.keys))
+            _, first, last = pairing.touched()
             one = torch.ones_like(first)
             change.index_add_(0, first, one).index_add_(0, last, one, alpha=-1)
         if len(left) or pairing.keys.ranges is None:

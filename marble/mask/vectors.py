@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def by_kernel(values: Tensor) -> bool:
+    """Whether a Triton kernel works on some values: it does on a GPU, where many small operations take longer."""
+    return values.is_cuda
+
+
 def running_max(values: Tensor) -> Tensor:
     """The largest value up to each place of the last dimension, for int64 [..., places] above −2⁶².
 

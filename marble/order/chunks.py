@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -50,7 +50,9 @@ class Chunks:
     mean: float
 
 
-def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST, refine: bool = True) -> Chunks:
+def chunks(
+    mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST, refine: bool = True, most: int = _MOST
+) -> Chunks:
     """Choose the number of chunks per rank, 1, 2, 4, … 64, and deal them.
 
     Each number is dealt by PTRR's rule (rounds, every other one reversed), once in order of work and once in sequence
@@ -64,14 +66,18 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
         least: tokens that a chunk should have at least.
         tau: τ, what one range costs in one step, in pairs.
         refine: whether to swap.
+        most: chunks over all ranks at most, but one for each.
 
     Raises:
         NotDenseError: if dense calls cannot express the mask.
     """
     tokens = mask.storage.layout.tokens
-    most = min(MOST_PER_RANK, max(tokens // (ranks * least), 1), max(_MOST // ranks, 1))
-    per_rank = 1 << most.bit_length() - 1
-    work = pair_work(mask, ranks * per_rank)
+    finest = min(MOST_PER_RANK, max(tokens // (ranks * least), 1), max(most // ranks, 1))
+    finest = per_rank = 1 << finest.bit_length() - 1
+    top = ranks * finest
+    while not refine and 2 * top <= most:  # one look at the mask then serves all numbers of ranks
+        top *= 2
+    work = _halved(mask, top, top // (ranks * finest))
     mean = float(work.sum()) / ranks
     starts = []
     while True:
@@ -81,7 +87,7 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
         if per_rank == 1:
             break
         per_rank //= 2
-        work = work.reshape(ranks * per_rank, 2, ranks * per_rank, 2).sum((1, 3))
+        work = _halved(mask, top, top // (ranks * per_rank))
     starts.sort(key=lambda start: start[:2])
     found = []
     for cost, per_rank, dealt in starts[: 2 if refine else 1]:
@@ -92,9 +98,10 @@ def chunks(mask: StoredMask, ranks: int, least: int, *, tau: float = RANGE_COST,
     return Chunks(rank, cost, mean)
 
 
-def chunk_order(mask: StoredMask, ranks: int, least: int) -> TokenOrder:
-    """The token order of `chunks`; arguments and errors as there."""
-    rank = torch.from_numpy(chunks(mask, ranks, least).rank)
+def chunk_order(mask: StoredMask, ranks: int, least: int, *, refine: bool = True) -> TokenOrder:
+    """The token order of `chunks`; arguments and errors as there. Without refinement, half as many chunks at most."""
+    most = _MOST if refine else _MOST // 2
+    rank = torch.from_numpy(chunks(mask, ranks, least, refine=refine, most=most).rank)
     start, stop, chunk = chunk_segments(mask.storage, len(rank)).T
     owner, count = torch.unique_consecutive(rank[chunk], return_counts=True)
     last = count.cumsum(0) - 1
@@ -152,6 +159,17 @@ def pair_work(mask: StoredMask, count: int) -> Array:
     pairs = np.bincount(of * count + owner[over], inside + whole * (high - low)[over], count * count)
     own = np.bincount(chunk * (count + 1), triangle, count * count)
     return np.asarray(pairs + own, dtype=np.float64).reshape(count, count)
+
+
+@lru_cache(maxsize=8)
+def _halved(mask: StoredMask, count: int, times: int) -> Array:
+    """`pair_work` of ``count`` chunks, ``times`` of them (a power of two) at a time; kept, as other numbers
+    of ranks need the same."""
+    if times == 1:
+        return pair_work(mask, count)
+    work = _halved(mask, count, times // 2)
+    columns = work[:, ::2] + work[:, 1::2]
+    return columns[::2] + columns[1::2]
 
 
 def _dealt(work: Array, ranks: int) -> Iterator[Index]:

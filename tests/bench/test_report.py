@@ -36,7 +36,10 @@ def test_every_committed_row_is_shown(tmp_path: Path) -> None:
 def test_values_come_from_the_files(tmp_path: Path) -> None:
     write("unheard_of", ROWS, tmp_path)
     write("replay", [Row("X2", "many", "share", number / 7) for number in range(MOST_BARS + 1)], tmp_path)
+    write("layer", ROWS[:1], tmp_path, part="tiny", left_out=["a scheme: not installed"])
     page = unescape(build(tmp_path, tmp_path / "out").read_text())
+    assert "one and two GPUs (layer_tiny)" in page
+    assert "a scheme: not installed" in page
     assert "unheard_of" in page
     assert "case 2 <&>" in page
     assert '<td class="number">1.5</td>' in page  # the ratio of case 2

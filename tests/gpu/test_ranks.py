@@ -135,7 +135,7 @@ def test_survivors_raise_in_time(transport: str, fault: str, tmp_path: Path) -> 
 
 @needs_gpu
 def test_nccl_without_one_sided_transfers_names_its_version() -> None:
-    """Where libnccl can do it, the transport connects; `bench.layer` measures it."""
+    """Where libnccl can do it, nothing is refused, and `bench.layer` measures the transport beside the others."""
     pytest.importorskip("nccl.core")
     version = torch.cuda.nccl.version()
     if version >= (2, 29):

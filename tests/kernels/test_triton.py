@@ -9,17 +9,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from marble import Layout
+from marble import Layout, Span
 from marble.compose.packing import Packed
 from marble.kernels import oracles
-from marble.kernels.triton import bitmaps, classify, merge, pack, scans, summaries, words
+from marble.kernels.triton import bitmaps, classify, merge, pack, scans, sights, spans, summaries, words
 from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.pairing import Pairing
+from marble.mask.pairing import merge as merged
 from marble.mask.predicates import pack_bits, predicates
+from marble.mask.ranges import VisibleRanges
 from marble.mask.shards import Blocks, Shard
 from marble.mask.storage import Storage
 from marble.mask.tracks import Tracks
-from marble.testing.layouts import planned_storage, random_layout, stored_mask
+from marble.testing.layouts import planned_storage, random_layout, random_storage, random_window, stored_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -164,17 +166,88 @@ def test_range_words_of_tiles(block: int, window: int | None) -> None:
     assert several or block == 1
 
 
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("block", [4, 16])
+def test_query_blocks_that_see_keys(block: int, window: int | None) -> None:
+    """Of two shards with gaps or without, and of one without tokens, against what the planner computes on a CPU."""
+    several = set()
+    for seed in range(8):
+        rng = Random(seed)
+        layout = random_layout(rng, samples=4, length=20)
+        mask = stored_mask(planned_storage(layout, window) if seed % 2 else random_storage(rng, layout), window)
+        some = [0, layout.tokens, layout.tokens // 2][seed % 3]
+        mine, other = (
+            Shard.of(torch.tensor(sorted(rng.sample(range(layout.tokens), count)), dtype=torch.int64))
+            for count in (some, some or 9)
+        )
+        queries, keys = mask._side([mine], block, keys=False), mask._side([other], block, keys=True)
+        pairing = Pairing(mask.mask, lambda tracks=mask.tracks: tracks, queries, keys)
+        assert keys.ranges is not None
+        touched, inside = sights.sights(
+            _moved(keys.blocks),
+            *(each.to(DEVICE) for each in (keys.ranges.table, keys.ranges.exact)),
+            Shard(*(each.to(DEVICE) for each in (mine.start, mine.stop, mine.row)), mine.rows),
+        )
+        assert torch.equal(inside.cpu(), torch.stack(pairing.inside()))
+        found = torch.stack(merged(keys.blocks.of, *touched.cpu()))
+        assert torch.equal(found[:, found[1] < found[2]], torch.stack(pairing.touched()))
+        several |= {keys.complete, found.shape[1] > 1, bool((inside[0] < inside[1]).any())}
+    assert several == {False, True}
+
+
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_visible_ranges_of_spans(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any storage order, with and without a window, against what the planner computes on a CPU."""
+    monkeypatch.setattr(spans, "_CHUNK", chunk)  # the interpreter scans slowly
+    monkeypatch.setattr(spans, "_SPANS", chunk)
+    seen = set()
+    for seed in range(12):
+        rng = Random(seed)
+        layout, window = random_layout(rng, spans=10, length=6), random_window(rng)
+        seen |= check_spans(random_storage(rng, layout) if seed % 2 else planned_storage(layout, window), window)
+    assert seen == {(windowed, exact) for windowed in (False, True) for exact in (False, True)}
+
+
+@pytest.mark.parametrize("window", [None, 3, 1 << 31])
+def test_visible_ranges_of_long_spans(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions beyond 32 bits, and a single span."""
+    monkeypatch.setattr(spans, "_CHUNK", 4)
+    modes = ("full", "noise", "causal", "group", "noise", "causal", "full")
+    layout = Layout([[Span(mode, (1 << 30) + at) for at, mode in enumerate(modes)], [Span("pad", 3)]])
+    assert layout.tokens > 1 << 32
+    check_spans(planned_storage(layout, window), window)
+    check_spans(planned_storage(Layout([[Span("causal", 1)]]), window), window)
+
+
+def check_spans(storage: Storage, window: int | None) -> set[tuple[bool, bool]]:
+    """The ranges by kernel are those of the CPU. Returns whether there is a window, and which flags spans have."""
+    layout = storage.table
+    neighbours = spans.Neighbours.of(
+        *(each.to(DEVICE) for each in (layout.columns, storage.offset, storage.apart)),
+        torch.argsort(layout.seg, stable=True).to(DEVICE),
+    )
+    ranges = VisibleRanges(storage, window)
+    for expected, keys in ((ranges.key_spans, True), (ranges.query_spans, False)):
+        table, exact = neighbours.visible(window, keys=keys)
+        assert torch.equal(exact.cpu(), expected.exact)
+        assert torch.equal(table.cpu(), expected.table)
+    return {(window is not None, flag) for flag in exact.tolist()}
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu compares whole plans")
 def test_plans_by_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, with the kernel interpreted."""
+    """As on a GPU, with the kernels interpreted."""
+    monkeypatch.setattr(spans, "_CHUNK", 16)
+    monkeypatch.setattr(spans, "_SPANS", 16)
     for seed in range(8):
         layout = random_layout(Random(seed), samples=4, length=20)
-        mask = stored_mask(planned_storage(layout, None), None)
         tokens = torch.arange(layout.tokens)
         rows, cols = tokens[tokens // 8 % 2 == 0], [tokens[tokens // 8 % 2 == turn] for turn in (0, 1)]
         found = []
         for by_kernel in (False, True):
-            monkeypatch.setattr("marble.mask.predicates._by_kernel", lambda _, chosen=by_kernel: chosen)
+            for module in ("pairing", "predicates", "ranges"):
+                monkeypatch.setattr(f"marble.mask.{module}.by_kernel", lambda _, chosen=by_kernel: chosen)
+            mask = stored_mask(planned_storage(layout, None), None)
             found.append(mask.tiles_of(Shard.of(rows), [Shard.of(each) for each in cols], 8))
         assert pickle.dumps(Packed.of(found[0])) == pickle.dumps(Packed.of(found[1]))
 
@@ -218,8 +291,12 @@ def test_wrong_inputs_are_refused() -> None:
     blocks = Blocks.cut([Shard.of(torch.arange(3))], Storage.natural(Layout.from_cu_seqlens([0, 3])), 2)
     with pytest.raises(ValueError, match="int64 bounds"):
         words.range_words(blocks, blocks, torch.zeros(3, 3, 1).long(), torch.zeros(2, 4).long())
+    with pytest.raises(ValueError, match="int64 table"):
+        sights.sights(blocks, torch.zeros(4, 3, 1).long(), first.bool(), blocks.shards[0])
     with pytest.raises(ValueError, match="int64 tiles"):
         words.range_words(blocks, blocks, torch.zeros(2, 3, 1).long(), torch.zeros(4, 2).long().T)
+    with pytest.raises(ValueError, match="int64 columns"):
+        spans.Neighbours.of(torch.zeros(6, 2), first.long(), first.bool(), first.long())
     with pytest.raises(ValueError, match="int64 values"):
         scans.running_max(first)
     with pytest.raises(ValueError, match="one shape"):
