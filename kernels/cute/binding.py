@@ -1,4 +1,5 @@
-"""What the kernels are compiled for and called with: element types, lists of work, tensors of unknown size."""
+"""What the kernels are compiled for and called with: element types, lists of work, tensors of unknown size, and the
+shared memory that there is."""
 
 from typing import Any, NamedTuple
 
@@ -11,6 +12,9 @@ from quack.cute_dsl_utils import mlir_namedtuple
 from marble.kernels.cute.worklist import WorkList
 
 ELEMENTS = {torch.float16: Float16, torch.bfloat16: BFloat16}
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a thread block on SM90."""
 
 
 @mlir_namedtuple
@@ -39,3 +43,10 @@ def fake_lists() -> Any:
 def fake(dtype: type[cutlass.Numeric], *shape: Any, aligned: bool = True) -> cute.Tensor:
     """A tensor of unknown sizes and outer strides for compilation, aligned to 16 bytes with all its rows or not."""
     return make_fake_tensor(dtype, shape, divisibility=128 // dtype.width if aligned else 1)
+
+
+def fitting(storage: Any) -> Any:
+    """``storage``, the struct of a kernel's shared memory; what does not fit is refused here and not by a launch."""
+    if storage.size_in_bytes() > SHARED_BYTES:
+        raise ValueError(f"shared memory: a thread block has {SHARED_BYTES} bytes, got {storage.size_in_bytes()}")
+    return storage

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
-from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
+from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, fitting, lists_of
 from marble.kernels.cute.ordering import afresh, complete, prefetch, store_if
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
@@ -41,7 +41,7 @@ WARPGROUP = 128
 """Threads of a warpgroup."""
 
 STRIP = 64
-"""Query rows that a computing warpgroup computes: half a query block of one head."""
+"""Query rows that a computing warpgroup computes: half a query block."""
 
 OUT_ROWS = 16
 """Rows that a computing warp writes."""
@@ -52,9 +52,8 @@ OUT_COLUMNS = 128
 PLACES = 3
 """Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
 
-ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, FIRST_STRIP, KV_HEAD = range(10)
-"""What shared memory holds of a unit: the columns of `WorkList.items`, then the first of its strips, two for
-each query head of the key/value head, and the key/value head."""
+ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
+"""What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
 
 MASK_WARPS = 2
 """Each for the rows of one computing warpgroup."""
@@ -69,7 +68,6 @@ class ForwardConfig:
 
     Attributes:
         head_dim: 64, 128 or 256.
-        strips: computing warpgroups, 2 or 3, each with a strip.
         keys: a tile of the lists is computed in tiles of so many keys, 128 or 64.
         q_in_registers: whether the query tile lives in registers or stays in shared memory.
         k_stages: key tiles in flight.
@@ -81,7 +79,6 @@ class ForwardConfig:
     """
 
     head_dim: int
-    strips: int
     keys: int
     q_in_registers: bool
     k_stages: int
@@ -93,20 +90,16 @@ class ForwardConfig:
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim: the Hopper kernels compute 64, 128 and 256, got {self.head_dim}")
-        at_first = 64 * 1024 // self.threads // 8 * 8
-        if self.load_registers + self.strips * self.math_registers > (1 + self.strips) * at_first:
-            raise ValueError(f"registers: the kernel begins with {at_first} for each of {self.threads} threads")
-
-    @property
-    def threads(self) -> int:
-        """Of a thread block."""
-        return (1 + self.strips) * WARPGROUP
+        if self.load_registers + 2 * self.math_registers > 504:
+            raise ValueError(
+                "registers: the kernel begins with 168 for each thread, 504 for three threads of the warpgroups"
+            )
 
 
 CONFIGS = {
-    64: ForwardConfig(64, strips=2, keys=128, q_in_registers=True, k_stages=4, v_stages=4, pieces=2),
-    128: ForwardConfig(128, strips=2, keys=128, q_in_registers=True, k_stages=3, v_stages=2, pieces=1),
-    256: ForwardConfig(256, strips=2, keys=64, q_in_registers=False, k_stages=2, v_stages=2, pieces=1),
+    64: ForwardConfig(64, keys=128, q_in_registers=True, k_stages=4, v_stages=4, pieces=2),
+    128: ForwardConfig(128, keys=128, q_in_registers=True, k_stages=3, v_stages=2, pieces=1),
+    256: ForwardConfig(256, keys=64, q_in_registers=False, k_stages=2, v_stages=2, pieces=1),
 }
 
 
@@ -154,7 +147,7 @@ class ForwardSm90:
 
     def __init__(self, dtype: type[cutlass.Numeric], config: ForwardConfig) -> None:
         self.dtype, self.config, self.head_dim = dtype, config, config.head_dim
-        self.strips, self.threads = config.strips, config.threads
+        self.threads = 3 * WARPGROUP
         self.splits = BLOCK // config.keys
         self.out_columns = min(config.head_dim, OUT_COLUMNS)
 
@@ -180,19 +173,19 @@ class ForwardSm90:
             scale_log2: softmax scale times log₂ e.
             ctas: thread blocks, at most one per multiprocessor.
         """
-        query_strip = (STRIP, self.head_dim)
         k_stages, v_stages = self.config.k_stages, self.config.v_stages
-        layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, query_strip, self.strips)
-        key_tile, written = (self.config.keys, self.head_dim), (OUT_ROWS, self.out_columns)
+        query_tile, key_tile = (BLOCK, self.head_dim), (self.config.keys, self.head_dim)
+        written = (OUT_ROWS, self.out_columns)
+        layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, query_tile)
         layout_k, layout_v = (
             sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, key_tile, n) for n in (k_stages, v_stages)
         )
-        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, written, 4 * self.strips)
+        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, written, BLOCK // OUT_ROWS)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
         stage = cute.select(layout_k, mode=[0, 1])
-        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_q, mode=[0, 1]), query_strip)
+        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, query_tile)
         atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, key_tile)
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, key_tile)
         atom_o, tma_o = cpasync.make_tiled_tma_atom(
@@ -212,9 +205,9 @@ class ForwardSm90:
             for columns in (self.head_dim, self.out_columns)
         )
 
-        tile_struct = cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
-        k_struct, v_struct = (
-            cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x)], 1024] for x in (layout_k, layout_v)
+        q_struct, k_struct, v_struct, out_struct = (
+            cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x)], 1024]
+            for x in (layout_q, layout_k, layout_v, layout_o)
         )
 
         @cute.struct
@@ -226,8 +219,8 @@ class ForwardSm90:
             v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
             bits: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * BLOCK], 128]
-            q: tile_struct
-            out: tile_struct
+            q: q_struct
+            out: out_struct
             k: k_struct
             v: v_struct
 
@@ -242,7 +235,7 @@ class ForwardSm90:
             scale_log2,
             (layout_q, layout_k, layout_v, layout_o),
             (mma_qk, mma_pv, mma_out),
-            Storage,
+            fitting(Storage),
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
@@ -265,8 +258,7 @@ class ForwardSm90:
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
         )
         one, masking_warps, computing_warps, both = (
-            pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
-            for n in (1, MASK_WARPS, 4 * self.strips, 4 * self.strips + MASK_WARPS)
+            pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, MASK_WARPS, 8, 8 + MASK_WARPS)
         )
         words = partial(pipeline.PipelineAsync.create, defer_sync=True)
         tiles = partial(
@@ -307,8 +299,7 @@ class ForwardSm90:
                 self.mask(shared, pipes, lists, warp - 2)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            group = tmas[0].shape[2] // tmas[1].shape[2]
-            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, group, scale_log2)
+            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, scale_log2)
 
     # The dealing warp
 
@@ -318,52 +309,34 @@ class ForwardSm90:
         there are none left."""
         lane, heads, kv_heads = cute.arch.lane_idx(), tmas[0].shape[2], tmas[1].shape[2]
         group = heads // kv_heads
-        rounds = cute.ceil_div(2 * group, self.strips)
-        units = lists.items.shape[0] * kv_heads * rounds
+        units = lists.items.shape[0] * heads
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
-            item, kv_head, turn = unit_at(lists, number, kv_heads, rounds)
+            item, kv_head, member = unit_at(lists, number, kv_heads, group)
             field = Int32(0)
-            if lane < FIRST_STRIP:
+            if lane < HEAD:
                 field = lists.items[item, lane]
-            field = turn * self.strips if lane == FIRST_STRIP else field
+            head = kv_head * group + member
+            field = head if lane == HEAD else field
             field = kv_head if lane == KV_HEAD else field
             self.write_unit(shared, pipes, state, field)
             state.advance()
-            pipes.q.producer_acquire(q_state)
             row, rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, TOUCH))
-            for which in cutlass.range_constexpr(self.strips):
-                head, start, count = self.strip_at(turn * self.strips + which, kv_head, group, row, rows)
-                load, _, _ = copy_utils.tma_get_copy_fn(
-                    atoms[0],
-                    0,
-                    cute.make_layout(1),
-                    self.tile_at(tmas[0][None, None, head], start, STRIP),
-                    shared.q[None, None, which],
-                    single_stage=True,
-                )
-                load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
-                if touch & int(Touch.FIRST) == 0 and count > 0:
-                    with cute.arch.elect_one():
-                        prefetch(fa_utils.elem_pointer(acc, (head, start, 0)), count * self.head_dim * 4)
+            pipes.q.producer_acquire(q_state)
+            tile = self.tile_at(tmas[0][None, None, head], row, BLOCK)
+            load, _, _ = copy_utils.tma_get_copy_fn(atoms[0], 0, cute.make_layout(1), tile, shared.q, single_stage=True)
+            load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+            if touch & int(Touch.FIRST) == 0:
+                with cute.arch.elect_one():
+                    prefetch(fa_utils.elem_pointer(acc, (head, row, 0)), rows * self.head_dim * 4)
             q_state.advance()
             number = fetch(counter, units)
         self.write_unit(shared, pipes, state, Int32(0))
         pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.producer_get_barrier(q_state))
-
-    @cute.jit
-    def strip_at(self, strip, kv_head, group, row, rows):
-        """Query head, first row and number of rows of a strip of a query block. Behind the last strip come copies of
-        it, of which nothing is written."""
-        last = 2 * group - 1
-        found = cutlass.min(strip, last)
-        half = found % 2
-        count = cutlass.max(cutlass.min(rows - STRIP * half, STRIP), 0) if strip <= last else Int32(0)
-        return kv_head * group + found // 2, row + STRIP * half, count
 
     @cute.jit
     def write_unit(self, shared, pipes, state, field):
@@ -503,14 +476,14 @@ class ForwardSm90:
     # The computing warpgroups
 
     @cute.jit
-    def compute(self, mmas, shared, pipes, output, mLSE, carried, group, scale_log2):
+    def compute(self, mmas, shared, pipes, output, mLSE, carried, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
         mma_qk, mma_pv, mma_out = mmas
         which = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         wg_qk, wg_pv = (mma.get_slice(0) for mma in mmas[:2])
-        own_q = shared.q[None, None, which]
+        own_q = cute.local_tile(shared.q, (STRIP, self.head_dim), (which, 0))
         keys = self.config.keys
         _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(
             wg_qk, (STRIP, keys, self.head_dim), own_q, shared.k
@@ -532,7 +505,6 @@ class ForwardSm90:
             pipes=pipes,
             thread=thread,
             which=which,
-            group=group,
             own_q=own_q,
         )
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((STRIP, keys)), Float32)
@@ -552,21 +524,20 @@ class ForwardSm90:
         begun = self.take_state(tools, carried, unit.index)
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
-            row_in_block = self.row_in_block(tools, unit.index)
             release(pipes.k, k_state)
             k_state.advance()
             if parts > 0:
-                own, bits = self.take_bits(tools, bits, row_in_block, Int32(0))
+                own, bits = self.take_bits(tools, bits, Int32(0))
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
             softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
             for i in cutlass.range(1, self.splits * parts, unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, row_in_block, i % self.splits, begun, masked=True)
+                k_state, v_state, bits = step(k_state, v_state, bits, i % self.splits, begun, masked=True)
                 begun = Boolean(True)
             for _ in cutlass.range(self.splits * full - (1 if parts == 0 else 0), unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, row_in_block, Int32(0), begun, masked=False)
+                k_state, v_state, bits = step(k_state, v_state, bits, Int32(0), begun, masked=False)
                 begun = Boolean(True)
 
             if const_expr(self.config.q_in_registers):
@@ -601,7 +572,7 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, row, split, begun, masked: cutlass.Constexpr):
+    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, split, begun, masked: cutlass.Constexpr):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
         if it has not ``begun``."""
         pipes = tools.pipes
@@ -610,7 +581,7 @@ class ForwardSm90:
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
-            own, bits = self.take_bits(tools, bits, row, split)
+            own, bits = self.take_bits(tools, bits, split)
         pieces = self.config.pieces
         for piece in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(pieces - piece)
@@ -634,10 +605,10 @@ class ForwardSm90:
         return k_state, v_state, bits
 
     @cute.jit
-    def take_bits(self, tools, state, row, split):
-        """The bits of this thread's two rows, ``row`` and 8 below, of a partial tile, from those of its keys in a
-        ``split`` on."""
+    def take_bits(self, tools, state, split):
+        """The bits of this thread's two rows of a partial tile, from those of the keys in a ``split`` on."""
         tools.pipes.bits.consumer_wait(state)
+        row = STRIP * tools.which + masking.row_of(tools.thread)
         own = masking.own_bits(tools.shared.bits, row, tools.thread)
         if const_expr(self.splits > 1):
             for r in cutlass.range_constexpr(2):
@@ -660,16 +631,10 @@ class ForwardSm90:
 
     @cute.jit
     def own_strip(self, tools, place):
-        """Of this warpgroup's strip of a unit: query head, first row, rows and touch."""
-        unit = tools.shared.unit
-        row, rows, touch, first, kv_head = (unit[field, place] for field in (ROW, ROWS, TOUCH, FIRST_STRIP, KV_HEAD))
-        return *self.strip_at(first + tools.which, kv_head, tools.group, row, rows), touch
-
-    @cute.jit
-    def row_in_block(self, tools, place):
-        """The first of this thread's rows in the query block of a unit."""
-        strip = cutlass.min(tools.shared.unit[FIRST_STRIP, place] + tools.which, 2 * tools.group - 1)
-        return strip % 2 * STRIP + masking.row_of(tools.thread)
+        """Query head and first row of this warpgroup's strip of a unit, rows from there to the end of the block (more
+        than a strip's, or less than 1), and touch."""
+        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
+        return head, row + STRIP * tools.which, rows - STRIP * tools.which, touch
 
     @cute.jit
     def take_state(self, tools, carried, place):
@@ -845,7 +810,6 @@ def run_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: State, lists: WorkList, scale: float, sms: int
 ) -> None:
     """Run the kernel on the current stream. Shapes as in `marble.kernels.contract.Backend.forward`."""
-    group = q.shape[1] // k.shape[1]
     compile_forward(q.dtype, q.shape[2])(
         q,
         k,
@@ -856,5 +820,5 @@ def run_forward(
         lists_of(lists),
         counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
         scale * math.log2(math.e),
-        min(sms, len(lists.items) * k.shape[1] * math.ceil(2 * group / CONFIGS[q.shape[2]].strips)),
+        min(sms, len(lists.items) * q.shape[1]),
     )
