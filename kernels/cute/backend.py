@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from marble.kernels.contract import State, Work
-from marble.kernels.cute import backward_sm90, forward_sm90
+from marble.kernels.cute import backward, forward_sm90
 from marble.kernels.cute.delta import run_delta
 from marble.kernels.cute.worklist import lower, lower_all
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 class CuteBackend:
-    """Calls on one Hopper GPU, in bfloat16 or float16, with head dimension 64 or 128 and blocks of 128 rows.
+    """Calls on one Hopper GPU, in bfloat16 or float16, with head dimension 64, 128 or 256 and blocks of 128 rows.
 
     Inputs that the copy engine cannot read (outer strides that are no multiple of 16 bytes, or an unaligned base) are
     copied first.
@@ -82,13 +82,13 @@ class CuteBackend:
             return
         q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
         sms = self.multiprocessors(q.device)
-        backward_sm90.run_backward(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
+        backward.run_backward(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
 
 
 def _check(q: Tensor, scale: float) -> None:
     if q.dtype not in DTYPES or q.shape[2] not in HEAD_DIMS:
         raise ValueError(
-            f"backend: 'cute' computes bfloat16 and float16 with head dimension 64 or 128, got {q.dtype} with "
+            f"backend: 'cute' computes bfloat16 and float16 with head dimension 64, 128 or 256, got {q.dtype} with "
             f"{q.shape[2]}; 'reference' computes all"
         )
     if not scale > 0:

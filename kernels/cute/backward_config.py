@@ -6,11 +6,13 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32, cute
 from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline
 from quack import sm90_utils
 from quack.cute_dsl_utils import mlir_namedtuple
+
+from marble.kernels.cute.worklist import BLOCK
 
 GROUP = 128
 """Threads of a warpgroup."""
@@ -26,8 +28,9 @@ class BackwardConfig:
 
     Attributes:
         head_dim: 64 or 128.
-        tile_n: key rows of a tile, a whole block.
+        tile_n: key rows of a tile and of a unit: a whole block, or half of one.
         groups: math warpgroups.
+        threads: of a thread block.
         q_stages: tiles of Q (with log-sum-exp, delta and predicate) in shared memory.
         do_stages: tiles of dO in shared memory.
         ds_stages: tiles of dS in shared memory; with two, one barrier per tile orders its writers and readers.
@@ -37,8 +40,10 @@ class BackwardConfig:
 
     head_dim: int
 
+    head_dims: ClassVar[tuple[int, ...]] = (64, 128)
     tile_n: ClassVar[int] = 128
     groups: ClassVar[int] = 2
+    threads: ClassVar[int] = 3 * GROUP
     q_stages: ClassVar[int] = 3
     do_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
@@ -46,8 +51,8 @@ class BackwardConfig:
     load_registers: ClassVar[int] = 24
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128):
-            raise ValueError(f"head_dim: {self.head_dim} is not 64 or 128")
+        if self.head_dim not in self.head_dims:
+            raise ValueError(f"head_dim: {self.head_dim} is not one of {self.head_dims}")
 
     @property
     def tile_m(self) -> int:
@@ -65,13 +70,23 @@ class BackwardConfig:
 
     @property
     def halves(self) -> int:
-        """Tiles of a block."""
-        return 128 // self.tile_m
+        """Tiles of a block of query rows."""
+        return BLOCK // self.tile_m
+
+    @property
+    def key_halves(self) -> int:
+        """Units of a block of key rows."""
+        return BLOCK // self.tile_n
 
     @property
     def columns(self) -> int:
-        """Query columns of a tile that one thread holds, in each of its two key rows."""
+        """Query columns of a tile that one lane class holds, in each key row."""
         return self.tile_m // 4
+
+    @property
+    def own_columns(self) -> int:
+        """Those of them that one thread holds, in each of its two key rows: all, as groups divide the rows."""
+        return self.columns
 
     @property
     def dq_columns(self) -> int:
@@ -82,6 +97,27 @@ class BackwardConfig:
     def row_pitch(self) -> int:
         """Floats between lane classes of a log-sum-exp or delta stage, such that reads have no bank conflicts."""
         return self.columns + 4
+
+
+@dataclass(frozen=True)
+class WideConfig(BackwardConfig):
+    """The choices for head dimension 256, where dK and dV of 64 keys take half of all registers.
+
+    Attributes:
+        dq_registers: registers of a thread of the dQ group.
+    """
+
+    head_dims: ClassVar[tuple[int, ...]] = (256,)
+    tile_n: ClassVar[int] = 64
+    threads: ClassVar[int] = 4 * GROUP
+    q_stages: ClassVar[int] = 2
+    math_registers: ClassVar[int] = 192
+    dq_registers: ClassVar[int] = 104
+
+    @property
+    def own_columns(self) -> int:
+        """Groups divide the columns."""
+        return self.columns // self.groups
 
 
 @mlir_namedtuple
@@ -95,13 +131,13 @@ class Gradients(NamedTuple):
 
 @mlir_namedtuple
 class Operands(NamedTuple):
-    """Tensors that move by TMA: the inputs [rows, head_dim, heads], and dQ likewise."""
+    """Tensors that move by TMA: the inputs [rows, head_dim, heads], and dQ likewise where it does."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     dout: cute.Tensor
-    dq: cute.Tensor
+    dq: cute.Tensor | None = None
 
 
 class Atoms(NamedTuple):
@@ -111,7 +147,7 @@ class Atoms(NamedTuple):
     k: cute.CopyAtom
     v: cute.CopyAtom
     dout: cute.CopyAtom
-    dq: cute.CopyAtom
+    dq: cute.CopyAtom | None = None
 
 
 class Shared(NamedTuple):
@@ -122,33 +158,38 @@ class Shared(NamedTuple):
     v: cute.Tensor
     dout: cute.Tensor
     ds: cute.Tensor
-    dq: cute.Tensor
-    """[64, columns, group], as TMA reads it."""
-    dq_flat: cute.Tensor
-    """The same memory in address order."""
     lse: cute.Tensor
     """[4, columns / 4, lane class, stage]: lane class t holds columns 8j + 2t and 8j + 2t + 1."""
     delta: cute.Tensor
     mask: cute.Tensor
-    """[tile_m / 64, math thread, stage]: words of the bits of the pairs that a math thread computes."""
+    """[words, math thread, stage]: words of the bits of the pairs that a math thread computes."""
     mask_rows: cute.Tensor
-    """The same memory, [2, math thread, stage]: the bits of one of a thread's two key rows, 16 or 32."""
+    """The same memory, [2, math thread, stage]: the bits of one of a thread's two key rows, 8, 16 or 32."""
     partial: cute.Tensor
     """[stage]: whether the tile has a predicate."""
     units: cute.Tensor
     """[UNIT_WORDS, slot]: units of work; see `Field`."""
+    dq: cute.Tensor | None = None
+    """[64, columns, group], as TMA reads it."""
+    dq_flat: cute.Tensor | None = None
+    """The same memory in address order."""
+    p: cute.Tensor | None = None
 
 
 def shared_layouts(config: BackwardConfig, dtype: type[cutlass.Numeric]) -> dict[str, Any]:
     """Shared-memory layouts. Every operand is read both ways, rows and transposed, from 128-byte swizzled atoms."""
     m, n, head_dim = config.tile_m, config.tile_n, config.head_dim
     make = partial(sm90_utils.make_smem_layout, dtype, LayoutEnum.ROW_MAJOR)
-    return {
+    layouts = {
         "q": make((m, head_dim), config.q_stages, major_mode_size=64),
         "dout": make((m, head_dim), config.do_stages, major_mode_size=64),
         "k": make((n, head_dim), None, major_mode_size=64),
         "ds": make((m, n), config.ds_stages, major_mode_size=64),
-        "dq": sm90_utils.make_smem_layout(Float32, LayoutEnum.ROW_MAJOR, (64, config.dq_columns), config.groups),
+    }
+    if isinstance(config, WideConfig):
+        return layouts | {"p": layouts["ds"]}
+    return layouts | {
+        "dq": sm90_utils.make_smem_layout(Float32, LayoutEnum.ROW_MAJOR, (64, config.dq_columns), config.groups)
     }
 
 
@@ -158,23 +199,29 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
     def buffer(kind: type, count: int, align: int = 1024) -> Any:
         return cute.struct.Align[cute.struct.MemRange[kind, count], align]
 
+    size = {name: cute.cosize(layout) for name, layout in layouts.items()}
+    p_size, dq_size = size.get("p", 0), size.get("dq", 0)
+    exchanged = 2 * config.ds_stages if p_size else 0
+
     @cute.struct
     class Storage:
         q_barriers: cute.struct.MemRange[Int64, config.q_stages * 2]
         do_barriers: cute.struct.MemRange[Int64, config.do_stages * 2]
         kv_barriers: cute.struct.MemRange[Int64, 2]
         unit_barriers: cute.struct.MemRange[Int64, 2 * UNIT_SLOTS]
+        ds_barriers: cute.struct.MemRange[Int64, exchanged]
         units: buffer(Int32, UNIT_WORDS * UNIT_SLOTS, 128)
         partial: cute.struct.MemRange[Int32, config.q_stages]
         lse: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
         delta: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
-        mask: buffer(Uint32, 4 * config.tile_m * config.q_stages, 128)
-        q: buffer(dtype, cute.cosize(layouts["q"]))
-        k: buffer(dtype, cute.cosize(layouts["k"]))
-        v: buffer(dtype, cute.cosize(layouts["k"]))
-        dout: buffer(dtype, cute.cosize(layouts["dout"]))
-        ds: buffer(dtype, cute.cosize(layouts["ds"]))
-        dq: buffer(Float32, cute.cosize(layouts["dq"]))
+        mask: buffer(Uint32, config.tile_m * config.tile_n // 32 * config.q_stages, 128)
+        q: buffer(dtype, size["q"])
+        k: buffer(dtype, size["k"])
+        v: buffer(dtype, size["k"])
+        dout: buffer(dtype, size["dout"])
+        ds: buffer(dtype, size["ds"])
+        p: buffer(dtype, p_size)
+        dq: buffer(Float32, dq_size)
 
     return Storage
 
@@ -188,15 +235,20 @@ def shared_tensors(config: BackwardConfig, storage: Any, layouts: dict[str, Any]
     vector = cute.make_layout(
         (4, config.columns // 4, 4, config.q_stages), stride=(1, 4, config.row_pitch, 4 * config.row_pitch)
     )
-    threads, half_word = config.groups * GROUP, Uint16 if config.tile_m == 64 else Uint32
+    threads, columns = config.groups * GROUP, config.own_columns
+    row_word, word = {8: (Uint8, Uint16), 16: (Uint16, Uint32), 32: (Uint32, Uint32)}[columns]
+    if "dq" in layouts:
+        swizzled["dq_flat"] = storage.dq.get_tensor(cute.make_layout(64 * config.dq_columns * config.groups))
     return Shared(
         **swizzled,
-        dq_flat=storage.dq.get_tensor(cute.make_layout(64 * config.dq_columns * config.groups)),
         lse=storage.lse.get_tensor(vector),
         delta=storage.delta.get_tensor(vector),
-        mask=storage.mask.get_tensor(cute.make_layout((config.tile_m // 64, threads, config.q_stages))),
+        mask=cute.make_tensor(
+            cute.recast_ptr(storage.mask.data_ptr(), dtype=word),
+            cute.make_layout((2 * columns // word.width, threads, config.q_stages)),
+        ),
         mask_rows=cute.make_tensor(
-            cute.recast_ptr(storage.mask.data_ptr(), dtype=half_word),
+            cute.recast_ptr(storage.mask.data_ptr(), dtype=row_word),
             cute.make_layout((2, threads, config.q_stages)),
         ),
         partial=storage.partial.get_tensor(cute.make_layout(config.q_stages)),
@@ -213,11 +265,14 @@ class Pipes(NamedTuple):
     v_empty: cute.Pointer
     unit_full: cute.Pointer
     unit_empty: cute.Pointer
+    ds_full: cute.Pointer
+    ds_empty: cute.Pointer
 
 
 @mlir_namedtuple
 class Schedule(NamedTuple):
-    """How the items of a `WorkList` become units: all query heads of a key/value head, or ``few`` of them at a time.
+    """How the items of a `WorkList`, or their halves, become units: all query heads of a key/value head, or ``few`` of
+    them at a time.
 
     Attributes:
         whole: items' worth of units that have all query heads: the first ``whole`` times the number of key/value heads.
@@ -264,6 +319,8 @@ class Field(IntEnum):
     """First query head."""
     HEADS = 9
     """Number of query heads; 0 in the entry that ends a thread block's work."""
+    SKIPPED = 10
+    """Key rows of the block before the unit's first."""
 
 
 UNIT_WORDS, UNIT_SLOTS = 16, 4
@@ -304,3 +361,4 @@ class Products(NamedTuple):
     dk: Any
     dv: Any
     store_ds: Any
+    store_p: Any = None

@@ -37,20 +37,17 @@ In hardware, for a count of threads:
 A math warp hands a stage back after a wait for a product, where its lanes meet: all of them have read it.
 """
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils.hopper_helpers as hopper
-import torch
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup
 from flash_attn.cute import pipeline, utils
 from quack import copy_utils, layout_utils, sm90_utils
-from quack.compile_utils import make_fake_stream
-from torch import Tensor
 
 from marble.kernels.cute import masking
 from marble.kernels.cute.backward_config import (
@@ -69,16 +66,14 @@ from marble.kernels.cute.backward_config import (
     Schedule,
     Shared,
     Tile,
-    plan_units,
     shared_layouts,
     shared_storage,
     shared_tensors,
 )
-from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, lists_of
+from marble.kernels.cute.binding import Lists, fitting
 from marble.kernels.cute.intrinsics import math_thread, reduce_pair, store_pair
 from marble.kernels.cute.ordering import complete
-from marble.kernels.cute.units import counter_of, fetch, unit_at
-from marble.kernels.cute.worklist import WorkList
+from marble.kernels.cute.units import fetch, unit_at
 
 LOG2_E = 1.4426950408889634
 
@@ -95,6 +90,8 @@ class BackwardSm90:
         self.dtype, self.config = dtype, config
         self.tile_m, self.tile_n, self.head_dim = config.tile_m, config.tile_n, config.head_dim
         self.math_threads = config.groups * GROUP
+        self.dq_warps = 0
+        """Those that multiply dQ, if it is not the math warps."""
         size = self.head_dim * dtype.width // 8
         self.query_bytes, self.key_bytes = self.tile_m * size, self.tile_n * size
 
@@ -120,20 +117,13 @@ class BackwardSm90:
     ):
         """Launch on ``grid`` thread blocks, no more than there are units (see `Schedule`)."""
         layouts = shared_layouts(self.config, self.dtype)
-        rows_first = [layout_utils.select(t, [0, 2, 1]) for t in (mQ, mK, mV, mdO)]
-        rows_first.append(layout_utils.select(gradients.dq, [1, 2, 0]))
-        tiles = [(self.tile_m, self.head_dim), (self.tile_n, self.head_dim)]
-        load, reduce = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyReduceBulkTensorTileS2GOp()
-        made = [
-            cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile)
-            for op, tensor, layout, tile in zip(
-                (load, load, load, load, reduce),
-                rows_first,
-                (layouts["q"], layouts["k"], layouts["k"], layouts["dout"], layouts["dq"]),
-                (tiles[0], tiles[1], tiles[1], tiles[0], (64, self.config.dq_columns)),
-                strict=True,
-            )
-        ]
+        reduced = cpasync.make_tiled_tma_atom(
+            cpasync.CopyReduceBulkTensorTileS2GOp(),
+            layout_utils.select(gradients.dq, [1, 2, 0]),
+            cute.select(layouts["dq"], mode=[0, 1]),
+            (64, self.config.dq_columns),
+        )
+        made = [*self._loaded(mQ, mK, mV, mdO, layouts), reduced]
         self.kernel(
             Operands(*(tensor for _, tensor in made)),
             *(atom for atom, _ in made),
@@ -144,7 +134,19 @@ class BackwardSm90:
             lists,
             Schedule(whole, few, counter),
             scale,
-        ).launch(grid=[grid, 1, 1], block=[self.math_threads + GROUP, 1, 1], stream=stream, min_blocks_per_mp=1)
+        ).launch(grid=[grid, 1, 1], block=[self.config.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    def _loaded(
+        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, layouts: dict[str, Any]
+    ) -> list[tuple[cute.CopyAtom, cute.Tensor]]:
+        """The TMA instructions of the inputs, and the tensors that they read."""
+        load, query, key = cpasync.CopyBulkTensorTileG2SOp(), (self.tile_m, self.head_dim), (self.tile_n, self.head_dim)
+        return [
+            cpasync.make_tiled_tma_atom(
+                load, layout_utils.select(tensor, [0, 2, 1]), cute.select(layouts[name], mode=[0, 1]), tile
+            )
+            for tensor, name, tile in ((mQ, "q", query), (mK, "k", key), (mV, "k", key), (mdO, "dout", query))
+        ]
 
     def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """S' and dP' (keys are rows); dK and dV (the first operand in registers); dQ, split by rows or by columns."""
@@ -185,34 +187,8 @@ class BackwardSm90:
                 cpasync.prefetch_descriptor(atom)
 
         layouts = shared_layouts(config, self.dtype)
-        storage = cutlass.utils.SmemAllocator().allocate(shared_storage(config, self.dtype, layouts))
-        math_warps = CooperativeGroup(Agent.Thread, self.math_threads // 32)
-        k_empty, unit_full = storage.kv_barriers.data_ptr(), storage.unit_barriers.data_ptr()
-        v_empty, unit_empty = k_empty + 1, unit_full + UNIT_SLOTS
-        if warp == 0:
-            with cute.arch.elect_one():
-                for barrier in (k_empty, v_empty):
-                    cute.arch.mbarrier_init(barrier, self.math_threads // 32)
-                for slot in range(UNIT_SLOTS):
-                    cute.arch.mbarrier_init(unit_full + slot, 1)
-                    cute.arch.mbarrier_init(unit_empty + slot, self.math_threads // 32 + 3)  # dQ, row, mask warp
-        pipe_q = pipeline.PipelineTmaAsync.create(
-            barrier_storage=storage.q_barriers.data_ptr(),
-            num_stages=config.q_stages,
-            producer_group=CooperativeGroup(Agent.Thread, 3),  # load, row and mask warp
-            consumer_group=math_warps,
-            tx_count=self.query_bytes,
-            defer_sync=True,
-        )
-        pipe_dout = pipeline.PipelineTmaAsync.create(
-            barrier_storage=storage.do_barriers.data_ptr(),
-            num_stages=config.do_stages,
-            producer_group=CooperativeGroup(Agent.Thread),
-            consumer_group=math_warps,
-            tx_count=self.query_bytes,
-            defer_sync=False,  # all threads meet here: every barrier is initialised
-        )
-        pipes = Pipes(pipe_q, pipe_dout, k_empty, v_empty, unit_full, unit_empty)
+        storage = cutlass.utils.SmemAllocator().allocate(fitting(shared_storage(config, self.dtype, layouts)))
+        pipes = self._barriers(storage, warp)
         shared = shared_tensors(config, storage, layouts)
         if warp < 4:
             cute.arch.setmaxregister_decrease(config.load_registers)
@@ -231,6 +207,43 @@ class BackwardSm90:
             cute.arch.setmaxregister_increase(config.math_registers)
             self.math(shared, pipes, dk, dv, scale)
 
+    @cute.jit
+    def _barriers(self, storage: Any, warp: Int32) -> Pipes:
+        """Initialise them all; behind this every thread may use them."""
+        config, warps = self.config, self.math_threads // 32
+        math_warps = CooperativeGroup(Agent.Thread, warps)
+        k_empty, unit_full, ds_full = (
+            barriers.data_ptr() for barriers in (storage.kv_barriers, storage.unit_barriers, storage.ds_barriers)
+        )
+        v_empty, unit_empty, ds_empty = k_empty + 1, unit_full + UNIT_SLOTS, ds_full + config.ds_stages
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(k_empty, warps + self.dq_warps)
+                cute.arch.mbarrier_init(v_empty, warps)
+                for slot in range(UNIT_SLOTS):
+                    cute.arch.mbarrier_init(unit_full + slot, 1)
+                    cute.arch.mbarrier_init(unit_empty + slot, warps + max(self.dq_warps, 1) + 2)  # row, mask warp
+                for stage in range(config.ds_stages if self.dq_warps else 0):
+                    cute.arch.mbarrier_init(ds_full + stage, warps)
+                    cute.arch.mbarrier_init(ds_empty + stage, self.dq_warps)
+        pipe_q = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.q_barriers.data_ptr(),
+            num_stages=config.q_stages,
+            producer_group=CooperativeGroup(Agent.Thread, 3),  # load, row and mask warp
+            consumer_group=math_warps,
+            tx_count=self.query_bytes,
+            defer_sync=True,
+        )
+        pipe_dout = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.do_barriers.data_ptr(),
+            num_stages=config.do_stages,
+            producer_group=CooperativeGroup(Agent.Thread),
+            consumer_group=math_warps,
+            tx_count=self.query_bytes,
+            defer_sync=False,  # all threads meet here: every barrier is initialised
+        )
+        return Pipes(pipe_q, pipe_dout, k_empty, v_empty, unit_full, unit_empty, ds_full, ds_empty)
+
     # The walk: every role sees the same tiles in the same order ------------------------------------------------------
 
     @cute.jit
@@ -242,8 +255,8 @@ class BackwardSm90:
         A thread block begins with the unit of its own number. It fetches the next one when everything of the last has
         been asked for; then two tiles are still to be computed, which is longer than the fetch takes.
         """
-        lane = cute.arch.lane_idx()
-        items, kv_heads = lists.items.shape[0], operands.k.shape[2]
+        lane, key_halves = cute.arch.lane_idx(), const_expr(self.config.key_halves)
+        items, kv_heads = lists.items.shape[0] * key_halves, operands.k.shape[2]
         group = operands.q.shape[2] // kv_heads
         pieces = group // schedule.few
         whole = schedule.whole * kv_heads
@@ -254,17 +267,25 @@ class BackwardSm90:
             if unit >= whole:
                 place = whole + (unit - whole) // pieces
                 head, heads = (unit - whole) % pieces * schedule.few, schedule.few
-            index, kv_head, _ = unit_at(lists, place, kv_heads, Int32(1))
+            index, kv_head, half = unit_at(lists, place, kv_heads, Int32(key_halves))
             head += kv_head * group
             field = Int32(0)
             if lane < Field.KV_HEAD:
                 field = lists.items[index, lane]
+            if const_expr(key_halves > 1):
+                skipped = half * self.tile_n
+                field = field + skipped if lane == Field.KEY_ROW else field
+                field = field - skipped if lane == Field.KEY_ROWS else field
+                field = skipped if lane == Field.SKIPPED else field
             field = kv_head if lane == Field.KV_HEAD else field
             field = head if lane == Field.HEAD else field
             field = heads if lane == Field.HEADS else field
-            self._tell(shared, pipes, turn, field)
-            number = self._visit_unit(lists, shared, turn, number, visit)
-            turn += 1
+            # The second half of a ragged block may have no rows.
+            present = True if const_expr(key_halves == 1) else cute.arch.shuffle_sync(field, Field.KEY_ROWS) > 0
+            if present:
+                self._tell(shared, pipes, turn, field)
+                number = self._visit_unit(lists, shared, turn, number, visit)
+                turn += 1
             unit = fetch(schedule.counter, units)
         self._tell(shared, pipes, turn, Int32(0))
 
@@ -301,12 +322,14 @@ class BackwardSm90:
         return shared.units[field, turn % UNIT_SLOTS]
 
     @cute.jit
-    def _follow(self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any) -> None:
-        """Call ``visit`` for every tile of this thread block. By another warp."""
+    def _follow(self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any, leave: Any = None) -> None:
+        """Call ``visit`` for every tile of this thread block, and ``leave`` behind every unit. By another warp."""
         turn, number = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
             number = self._visit_unit(lists, shared, turn, number, visit)
+            if const_expr(leave is not None):
+                leave()
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
@@ -441,15 +464,22 @@ class BackwardSm90:
         shared.partial[stage] = Int32(tile.slot != FULL_TILE)
         if tile.slot != FULL_TILE:
             target = shared.mask_rows
+            own_columns = const_expr(self.config.own_columns)
             for part in cutlass.range(self.tile_n // 32, unroll=1):
                 row = cute.arch.lane_idx() + 32 * part
-                bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, row)
+                table_row = row
+                if const_expr(self.config.key_halves > 1):
+                    table_row += self._field(shared, tile.turn, Field.SKIPPED)
+                bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, table_row)
                 thread = row // 16 * 32 + row % 8 * 4
                 for t in cutlass.range_constexpr(4):
                     own = bits[t]
                     if const_expr(self.config.halves == 2):
                         own = own >> 16 * tile.half
-                    target[row // 8 % 2, thread + t, stage] = target.element_type(own)
+                    # Groups that divide the columns hold this row one after the other.
+                    for group in cutlass.range_constexpr(self.config.columns // own_columns):
+                        where = (row // 8 % 2, thread + t + GROUP * group, stage)
+                        target[where] = target.element_type(own >> own_columns * group)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
@@ -511,8 +541,9 @@ class BackwardSm90:
                     tile += 1
                 gradient(*first(tile), tile, tiles == 1, last=True)
             tile += 1
-            self._add(acc_dv, dv, get, 1.0)
-            self._add(acc_dk, dk, get, self._last(scale))
+            place = partial(self._keys, shared, turn, 0)
+            self._add(acc_dv, dv, math_thread(), place, 1.0)
+            self._add(acc_dk, dk, math_thread(), place, self._last(scale))
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
@@ -716,7 +747,7 @@ class BackwardSm90:
     @cute.jit
     def _apply(self, scores: cute.Tensor, keep: cute.Tensor) -> None:
         """Set the scores that are left out to -inf. Constant bit tests become one predicate move per seven bits."""
-        columns = self.config.columns
+        columns = self.config.own_columns
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(columns):
                 bit = const_expr(r * columns + c)
@@ -747,77 +778,23 @@ class BackwardSm90:
                     store_pair(place + 4 * 32 * (box * 64 + r * 8), x * scale, y * scale)
 
     @cute.jit
-    def _add(self, acc: cute.Tensor, target: cute.Tensor, get: Any, factor: Float32 | float) -> None:
-        """Add this thread's part of dK or dV to its two key rows, as far as they belong to the block."""
-        thread = math_thread()
+    def _add(self, acc: cute.Tensor, target: cute.Tensor, thread: Int32, place: Any, factor: Float32 | float) -> None:
+        """Add this thread's two rows of an accumulator to a gradient, as far as they belong to the block.
+
+        ``place`` tells head, first row, rows from there to the end of the block, and first column.
+        """
         lane = thread % 32
         for r in cutlass.range_constexpr(2):
             row = thread // 32 * 16 + lane // 4 + 8 * r
-            if row < get(field=Field.KEY_ROWS):
-                offset = (
-                    Int64(get(field=Field.KV_HEAD)) * target.stride[0]
-                    + Int64(get(field=Field.KEY_ROW) + row) * target.stride[1]
-                )
-                pointer = target.iterator + offset + lane % 4 * 2
-                for j in cutlass.range_constexpr(self.head_dim // 8):
+            head, first, rows, column = place()
+            if row < rows:
+                offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
+                pointer = target.iterator + offset + (lane % 4 * 2 + column)
+                for j in cutlass.range_constexpr(cute.size(acc) // 4):
                     index = const_expr(4 * j + 2 * r)
                     reduce_pair(pointer + 8 * j, acc[index] * factor, acc[index + 1] * factor)
 
-
-# Compilation and launch ----------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def compile_backward(dtype: torch.dtype, head_dim: int) -> Any:
-    """The backward kernel for every size, stride, scale and mask. Needs no GPU; compiled once per process."""
-    kernel, kind = BackwardSm90(ELEMENTS[dtype], BackwardConfig(head_dim)), ELEMENTS[dtype]
-    sym = cute.sym_int
-    queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
-    query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
-    return cute.compile(
-        kernel,
-        *(fake(kind, *shape) for shape in (query, key, key, query)),
-        *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
-        Gradients(
-            dq=fake(Float32, heads, queries, head_dim),
-            dk=fake(Float32, kv_heads, keys, head_dim),
-            dv=fake(Float32, kv_heads, keys, head_dim),
-        ),
-        fake_lists(),
-        Int32(1),
-        Int32(1),
-        fake(Int32, 1, aligned=False),
-        Float32(1.0),
-        Int32(1),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
-    )
-
-
-def run_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    work: WorkList,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    scale: float,
-    sms: int,
-    units: tuple[int, int] | None = None,
-) -> None:
-    """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
-
-    ``sms``: thread blocks at most. ``units`` replaces the answer of `plan_units`.
-    """
-    heads, head_dim = q.shape[1:]
-    kv_heads = k.shape[1]
-    items, group = work.items.shape[0], heads // kv_heads
-    whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
-    counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
-    grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
-    kernel = compile_backward(q.dtype, head_dim)
-    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists_of(work), whole, few, counter, scale, grid)
+    def _keys(self, shared: Shared, turn: Int32, column: Any) -> tuple[Int32, Int32, Int32, Any]:
+        """The place of a unit's keys, for `_add`."""
+        fields = (Field.KV_HEAD, Field.KEY_ROW, Field.KEY_ROWS)
+        return *(self._field(shared, turn, field) for field in fields), column

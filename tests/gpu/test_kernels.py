@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 BLOCK = 128
 REFERENCE = ReferenceBackend()
 BOTH = Touch.FIRST | Touch.LAST
-each_dim = pytest.mark.parametrize("head_dim", [64, 128])
+each_dim = pytest.mark.parametrize("head_dim", [64, 128, 256])
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 each_heads = pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)])
 

@@ -23,7 +23,7 @@ def call(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, scale: float =
     ("wrong", "message"),
     [
         ({"dtype": torch.float32}, "bfloat16 and float16"),
-        ({"head_dim": 96}, "head dimension 64 or 128, got torch.bfloat16 with 96"),
+        ({"head_dim": 96}, "head dimension 64, 128 or 256, got torch.bfloat16 with 96"),
         ({"scale": 0.0}, "scale: must be > 0"),
         ({"scale": float("nan")}, "scale: must be > 0"),
         ({}, "computes on GPUs, got tensors on cpu"),

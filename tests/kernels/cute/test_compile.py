@@ -14,10 +14,10 @@ pytest.importorskip("cutlass")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPILE = {
     "forward": "forward_sm90.compile_forward",
-    "backward": "backward_sm90.compile_backward",
+    "backward": "backward.compile_backward",
     "delta": "delta.compile_delta",
 }
-CONFIGURATIONS = [(kind, dtype, dim) for kind in COMPILE for dtype in ("bfloat16", "float16") for dim in (64, 128)]
+CONFIGURATIONS = [(kind, dtype, dim) for kind in COMPILE for dtype in ("bfloat16", "float16") for dim in (64, 128, 256)]
 
 
 def test_few_configurations_ship() -> None:

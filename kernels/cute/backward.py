@@ -1,0 +1,78 @@
+"""The backward pass: one kernel for each head dimension, compiled once per process and launched on a list of work."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from cutlass import Float32, Int32, cute
+from quack.compile_utils import make_fake_stream
+from torch import Tensor
+
+from marble.kernels.cute.backward_config import BackwardConfig, Gradients, WideConfig, plan_units
+from marble.kernels.cute.backward_sm90 import BackwardSm90
+from marble.kernels.cute.backward_wide_sm90 import BackwardWideSm90
+from marble.kernels.cute.binding import ELEMENTS, fake, fake_lists, lists_of
+from marble.kernels.cute.units import counter_of
+from marble.kernels.cute.worklist import WorkList
+
+
+def config_of(head_dim: int) -> BackwardConfig:
+    """The choices for a head dimension."""
+    return WideConfig(head_dim) if head_dim in WideConfig.head_dims else BackwardConfig(head_dim)
+
+
+@lru_cache
+def compile_backward(dtype: torch.dtype, head_dim: int) -> Any:
+    """The backward kernel for every size, stride, scale and mask. Needs no GPU; compiled once per process."""
+    kind, config = ELEMENTS[dtype], config_of(head_dim)
+    kernel = (BackwardWideSm90 if isinstance(config, WideConfig) else BackwardSm90)(kind, config)
+    sym = cute.sym_int
+    queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
+    query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
+    return cute.compile(
+        kernel,
+        *(fake(kind, *shape) for shape in (query, key, key, query)),
+        *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
+        Gradients(
+            dq=fake(Float32, heads, queries, head_dim),
+            dk=fake(Float32, kv_heads, keys, head_dim),
+            dv=fake(Float32, kv_heads, keys, head_dim),
+        ),
+        fake_lists(),
+        Int32(1),
+        Int32(1),
+        fake(Int32, 1, aligned=False),
+        Float32(1.0),
+        Int32(1),
+        make_fake_stream(),
+        options="--enable-tvm-ffi",
+    )
+
+
+def run_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    work: WorkList,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    sms: int,
+    units: tuple[int, int] | None = None,
+) -> None:
+    """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
+
+    ``sms``: thread blocks at most. ``units`` replaces the answer of `plan_units`.
+    """
+    heads, head_dim = q.shape[1:]
+    kv_heads = k.shape[1]
+    items, group = work.items.shape[0] * config_of(head_dim).key_halves, heads // kv_heads
+    whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
+    counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
+    kernel = compile_backward(q.dtype, head_dim)
+    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists_of(work), whole, few, counter, scale, grid)

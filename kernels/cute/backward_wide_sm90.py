@@ -1,0 +1,349 @@
+"""The attention backward pass on Hopper for head dimension 256, where one warpgroup cannot hold dK and dV of its keys.
+
+A unit is half a key block, 64 keys, whose dK and dV take half of all registers: each of two math groups holds 128
+columns of both. Tiles are 64 × 64. For S' and dP' the math groups divide the queries; they exchange P' and dS' through
+shared memory, which a third group reads as well: it multiplies dQ and adds it to global memory from its registers.
+
+    load, row, mask warp    as in `marble.kernels.cute.backward_sm90`
+    math groups             32 queries each: S' = K Q', dP' = V dO'; 128 columns each: dV += P' dO, dK += dS' Q
+    dQ group                128 columns after the other 128: dQ += dS K
+
+The math groups run one tile ahead of themselves: behind dK of a tile they issue S' and dP' of the next and dV of this
+one, and while those run they compute P' and dS' of the next. The dQ group follows at its own pace.
+
+In shared memory, beside the barriers of `marble.kernels.cute.backward_sm90` (who arrives; who waits; what is then
+safe):
+    unit full, empty        the dQ group's four warps follow too.
+    Q empty                 one lane of each math warp, after the tile's dK product.
+    dO empty                one lane of each math warp, after the tile's dV product.
+    K empty                 one lane of each math warp, after a unit's last S product, and of each dQ warp, after its
+                            last dQ product; load warp. K may be overwritten.
+    dS full                 one lane of each math warp, after its stores and a proxy fence; math groups and dQ group. A
+                            tile's P' and dS' may be multiplied.
+    dS empty                one lane of each dQ warp, after the tile's dQ product; math groups. The stage of dS' may be
+                            overwritten, as far as the dQ group goes.
+
+Nothing else says when P' and dS' may be overwritten: P' has as many stages as dO and dS' as many as Q. A group writes
+them behind its products S' and dP', for which Q and dO had arrived in the stages of these numbers: so all math warps
+had handed these back, behind their products dK and dV with what is now overwritten.
+"""
+
+from functools import partial
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from flash_attn.cute import utils
+from quack import copy_utils, layout_utils, sm90_utils
+
+from marble.kernels.cute.backward_config import (
+    GROUP,
+    Atoms,
+    Field,
+    Gradients,
+    Operands,
+    Pipes,
+    Products,
+    Schedule,
+    Shared,
+    Tile,
+    WideConfig,
+    shared_layouts,
+    shared_storage,
+    shared_tensors,
+)
+from marble.kernels.cute.backward_sm90 import LOG2_E, BackwardSm90
+from marble.kernels.cute.binding import Lists, fitting
+from marble.kernels.cute.intrinsics import math_thread
+from marble.kernels.cute.ordering import complete
+
+
+class BackwardWideSm90(BackwardSm90):
+    """The backward kernel of one input type for a head dimension whose columns two groups divide."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], config: WideConfig):
+        super().__init__(dtype, config)
+        self.dq_warps = GROUP // 32
+        self.part = self.head_dim // config.groups
+        """Columns of dK, dV and dQ that a group holds at a time."""
+
+    # Host ------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mDelta: cute.Tensor,
+        gradients: Gradients,
+        lists: Lists,
+        whole: Int32,
+        few: Int32,
+        counter: cute.Tensor,
+        scale: Float32,
+        grid: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch on ``grid`` thread blocks, no more than there are units (see `Schedule`)."""
+        made = self._loaded(mQ, mK, mV, mdO, shared_layouts(self.config, self.dtype))
+        self.kernel(
+            Operands(*(tensor for _, tensor in made)),
+            *(atom for atom, _ in made),
+            mLSE,
+            mDelta,
+            gradients,
+            lists,
+            Schedule(whole, few, counter),
+            scale,
+        ).launch(grid=[grid, 1, 1], block=[self.config.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+
+    def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
+        """S' and dP' (keys are rows, groups divide the queries); dK and dV (groups divide the columns); a part of dQ.
+
+        All operands are in shared memory. P' and dS' lie there query by query: keys are rows of dK, so they are turned.
+        """
+        rows, columns = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        make = partial(hopper.make_trivial_tiled_mma, self.dtype, self.dtype)
+        right = (1, self.config.groups, 1)
+        s = make(rows, rows, Float32, right, (64, self.tile_m // self.config.groups))
+        dkv = make(columns, columns, Float32, right, (64, self.part))
+        dq = make(rows, columns, Float32, (1, 1, 1), (64, self.part))
+        return s, dkv, dq
+
+    # Device ----------------------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        atom_q: cute.CopyAtom,
+        atom_k: cute.CopyAtom,
+        atom_v: cute.CopyAtom,
+        atom_dout: cute.CopyAtom,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        gradients: Gradients,
+        lists: Lists,
+        schedule: Schedule,
+        scale: Float32,
+    ):
+        """Set up shared memory and barriers, then take a role."""
+        config = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for atom in (atom_q, atom_k, atom_v, atom_dout):
+                cpasync.prefetch_descriptor(atom)
+        atoms = Atoms(atom_q, atom_k, atom_v, atom_dout)
+        layouts = shared_layouts(config, self.dtype)
+        storage = cutlass.utils.SmemAllocator().allocate(fitting(shared_storage(config, self.dtype, layouts)))
+        pipes = self._barriers(storage, warp)
+        shared = shared_tensors(config, storage, layouts)
+        follow = partial(self._follow, lists, shared, pipes)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(config.load_registers)
+            if warp == 0:
+                visit = partial(self.load, operands, atoms, shared, pipes)
+                self._lead(operands, lists, schedule, shared, pipes, visit)
+            if warp == 1:
+                follow(partial(self.load_rows, lse, delta, self._early(scale), shared, pipes))
+            if warp == 2:
+                follow(partial(self.write_mask, lists, shared, pipes))
+        elif warp < 4 + self.math_threads // 32:
+            cute.arch.setmaxregister_increase(config.math_registers)
+            self.math(shared, pipes, gradients.dk, gradients.dv, scale)
+        else:
+            cute.arch.setmaxregister_decrease(config.dq_registers)
+            visit = partial(self.multiply_dq, shared, pipes, gradients.dq, self._last(scale))
+            follow(visit, partial(self._hand_back, pipes.k_empty))
+
+    # dQ group --------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def multiply_dq(self, shared: Shared, pipes: Pipes, dq: cute.Tensor, factor: Float32 | float, tile: Tile) -> None:
+        """A tile's dQ, one part of its columns after the other, added as far as the rows belong to the block."""
+        _, _, mma = self._tiled_mmas()
+        own = mma.get_slice(0)
+        m, n, part = self.tile_m, self.tile_n, self.part
+        stage, phase = self._stage(tile.number, self.config.ds_stages)
+        cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
+        parts = const_expr(self.head_dim // part)
+        for number in cutlass.range_constexpr(parts):
+            columns = cute.local_tile(layout_utils.transpose_view(shared.k), (part, n), (number, 0))
+            _, a, b = sm90_utils.partition_fragment_ABC(own, (m, part, n), shared.ds, columns)
+            acc = sm90_utils.gemm_zero_init(mma, (m, part), a, b, A_idx=stage, wg_wait=0)
+            if const_expr(number == parts - 1):
+                self._hand_back(pipes.ds_empty + stage)
+            place = partial(tuple, (tile.head, tile.row, tile.rows, part * number))
+            self._add(acc, dq, math_thread() & (GROUP - 1), place, factor)
+
+    # Math groups -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def math(self, shared: Shared, pipes: Pipes, dk: cute.Tensor, dv: cute.Tensor, scale: Float32) -> None:
+        """P' and dS' of a unit's first tile; for every other one a step, which ends with its own; the last products.
+
+        Between two rounds of the loop nothing is in flight, or ptxas would serialise.
+        """
+        products = self._products(shared)
+        weigh = partial(self.weigh, pipes, products, scale)
+        turn, tile = Int32(0), Int32(0)
+        heads = self._await_unit(shared, pipes, turn)
+        while heads > 0:
+            get = partial(self._field, shared, turn)
+            tiles = (get(field=Field.PARTS) + get(field=Field.FULL)) * heads * self.config.halves
+            self.first_step(shared, pipes, products, weigh, tile)
+            for done in cutlass.range(tiles - 1, unroll=1):
+                self.step(shared, pipes, products, weigh, tile, done == 0)
+                tile += 1
+            self.last_step(pipes, products, tile, tiles == 1)
+            tile += 1
+            thread = math_thread()
+            place = partial(self._keys, shared, turn, self.part * (thread >> 7))
+            self._add(products.acc_dv, dv, thread & (GROUP - 1), place, 1.0)
+            self._add(products.acc_dk, dk, thread & (GROUP - 1), place, self._last(scale))
+            self._leave_unit(pipes, turn)
+            turn += 1
+            heads = self._await_unit(shared, pipes, turn)
+
+    def _products(self, shared: Shared) -> Products:
+        """Partition the operands for this math group."""
+        thread = cute.arch.thread_idx()[0] - GROUP
+        mma_s, mma_dkv, _ = self._tiled_mmas()
+        group = cute.make_layout(self.config.groups, stride=GROUP)(cute.arch.make_warp_uniform(thread // GROUP))
+        wg_s, wg_dkv = (mma.get_slice(group) for mma in (mma_s, mma_dkv))
+        m, n, d = self.tile_m, self.tile_n, self.head_dim
+        turned = {name: layout_utils.transpose_view(getattr(shared, name)) for name in ("q", "dout", "ds", "p")}
+        split, fresh, add = sm90_utils.partition_fragment_ABC, sm90_utils.gemm_zero_init, sm90_utils.gemm_w_idx
+        _, s_a, s_b = split(wg_s, (n, m, d), shared.k, shared.q)
+        _, dp_a, dp_b = split(wg_s, (n, m, d), shared.v, shared.dout)
+        acc_dv, dv_a, dv_b = split(wg_dkv, (n, d, m), turned["p"], turned["dout"])
+        acc_dk, dk_a, dk_b = split(wg_dkv, (n, d, m), turned["ds"], turned["q"])
+        store_p, store_ds = (
+            copy_utils.get_smem_store_C(
+                mma_s, turned[name], thread, transpose=True, position_independent=True, major_mode_size=64
+            )[0]
+            for name in ("p", "ds")
+        )
+        return Products(
+            acc_dk,
+            acc_dv,
+            s=partial(fresh, mma_s, (n, m), s_a, s_b),
+            dp=partial(fresh, mma_s, (n, m), dp_a, dp_b),
+            dq=None,
+            dk=partial(add, mma_dkv, acc_dk, dk_a, dk_b),
+            dv=partial(add, mma_dkv, acc_dv, dv_a, dv_b),
+            store_ds=store_ds,
+            store_p=store_p,
+        )
+
+    @cute.jit
+    def first_step(self, shared: Shared, pipes: Pipes, products: Products, weigh: Any, tile: Int32) -> None:
+        """P' and dS' of a tile behind which nothing is in flight."""
+        stage, phase = self._stage(tile, self.config.q_stages)
+        do_stage, do_phase = self._stage(tile, self.config.do_stages)
+        pipes.q.consumer_wait_w_index_phase(stage, phase)
+        pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
+        rows = self._rows(shared, stage)
+        acc_s, acc_dp = products.s(B_idx=stage), products.dp(B_idx=do_stage)
+        weigh(acc_s, acc_dp, rows, tile, behind=0)
+
+    @cute.jit
+    def step(self, shared: Shared, pipes: Pipes, products: Products, weigh: Any, tile: Int32, starts: Boolean) -> None:
+        """dK and dV of a tile from P' and dS', and P' and dS' of the next one.
+
+        Of what must have arrived, Q has had the time of a step; dO was asked for at the end of the last one, so it is
+        waited for behind two products.
+        """
+        q_stage, ds_stage = (self._stage(tile, n)[0] for n in (self.config.q_stages, self.config.ds_stages))
+        do_stage, _ = self._stage(tile, self.config.do_stages)
+        stage, phase = self._stage(tile + 1, self.config.q_stages)
+        pipes.q.consumer_wait_w_index_phase(stage, phase)
+        rows = self._rows(shared, stage)
+        self._await_ds(pipes, tile)
+        products.dk(A_idx=ds_stage, B_idx=q_stage, zero_init=starts)
+        acc_s = products.s(B_idx=stage)
+        stage, phase = self._stage(tile + 1, self.config.do_stages)
+        pipes.dout.consumer_wait_w_index_phase(stage, phase)
+        acc_dp = products.dp(B_idx=stage)
+        products.dv(A_idx=do_stage, B_idx=do_stage, zero_init=starts)
+        warpgroup.wait_group(3)  # dK is done
+        pipes.q.consumer_release_w_index(q_stage)
+        weigh(acc_s, acc_dp, rows, tile + 1, behind=1)
+        warpgroup.wait_group(0)  # dV is done
+        pipes.dout.consumer_release_w_index(do_stage)
+
+    @cute.jit
+    def last_step(self, pipes: Pipes, products: Products, tile: Int32, starts: Boolean) -> None:
+        """dK and dV of a unit's last tile. Its S' and dP' were these groups' last products that read K and V."""
+        self._hand_back(pipes.v_empty)
+        self._hand_back(pipes.k_empty)
+        q_stage, ds_stage = (self._stage(tile, n)[0] for n in (self.config.q_stages, self.config.ds_stages))
+        do_stage, _ = self._stage(tile, self.config.do_stages)
+        self._await_ds(pipes, tile)
+        products.dk(A_idx=ds_stage, B_idx=q_stage, zero_init=starts)
+        products.dv(A_idx=do_stage, B_idx=do_stage, zero_init=starts)
+        warpgroup.wait_group(1)  # dK is done
+        pipes.q.consumer_release_w_index(q_stage)
+        warpgroup.wait_group(0)  # dV is done
+        pipes.dout.consumer_release_w_index(do_stage)
+
+    @cute.jit
+    def _await_ds(self, pipes: Pipes, tile: Int32) -> None:
+        """Wait for P' and dS' of a tile from both groups."""
+        stage, phase = self._stage(tile, self.config.ds_stages)
+        cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
+
+    @cute.jit
+    def _rows(self, shared: Shared, stage: Int32) -> Any:
+        """Log-sum-exp and delta of this thread's columns of a tile, the bits of its pairs, and whether they count."""
+        thread = math_thread()
+        quads = const_expr(self.config.own_columns // 4)
+        first = (thread >> 7) * quads
+        lse, delta = (
+            [copy_utils.load_s2r(table[None, first + i, thread & 3, stage]) for i in range(quads)]
+            for table in (shared.lse, shared.delta)
+        )
+        return lse, delta, Uint32(shared.mask[0, thread, stage]), shared.partial[stage] != 0
+
+    @cute.jit
+    def weigh(
+        self,
+        pipes: Pipes,
+        products: Products,
+        scale: Float32,
+        acc_s: cute.Tensor,
+        acc_dp: cute.Tensor,
+        rows: Any,
+        tile: Int32,
+        behind: cutlass.Constexpr[int],
+    ) -> None:
+        """P' and dS' of a tile, to shared memory, from S' and dP'. These are in flight, with ``behind`` more products
+        behind them."""
+        lse, delta, bits, partial_tile = rows
+        warpgroup.wait_group(behind + 1)  # S is done
+        s_mn, dp_mn = layout_utils.reshape_acc_to_mn(acc_s), layout_utils.reshape_acc_to_mn(acc_dp)
+        if partial_tile:
+            self._apply(s_mn, [bits])
+        scale_log2 = scale * LOG2_E
+        for c in cutlass.range_constexpr(self.config.own_columns):
+            for r in cutlass.range_constexpr(2):
+                s_mn[r, c] = cute.math.exp2(s_mn[r, c] * scale_log2 - lse[c // 4][c % 4], fastmath=True)
+        words = cute.recast_tensor(acc_s, Int32)
+        complete([words[i] for i in range(cute.size(words))])
+        products.store_p(utils.cvt_f16(acc_s, self.dtype), dst_idx=self._stage(tile, self.config.do_stages)[0])
+        stage, phase = self._stage(tile, self.config.ds_stages)
+        cute.arch.mbarrier_wait(pipes.ds_empty + stage, phase ^ 1)
+        warpgroup.wait_group(behind)  # dP is done
+        for c in cutlass.range_constexpr(self.config.own_columns):
+            for r in cutlass.range_constexpr(2):
+                dp_mn[r, c] = s_mn[r, c] * (dp_mn[r, c] * self._early(scale) - delta[c // 4][c % 4])
+        products.store_ds(utils.cvt_f16(acc_dp, self.dtype), dst_idx=stage)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self._hand_back(pipes.ds_full + stage)
