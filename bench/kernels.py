@@ -27,7 +27,7 @@ from bench.harness import RESULTS, Row, write
 from marble.kernels.launch import backend
 from marble.workloads import WORKLOADS
 
-ONLY = ("K1", "K2", "K3", "K4", "K5", "K6", "K9", "K10", "K11", "steps")
+ONLY = ("K1", "K2", "K3", "K4", "K5", "K6", "K7", "K8", "K9", "K10", "K11", "K14", "steps")
 BASELINES = {"four": FOUR, "two": TWO, "flex": FLEX, "dense": DENSE, "causal": CAUSAL}
 
 
@@ -74,7 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for option, found, known in (
         ("--only", given.only, ONLY),
         ("--workloads", given.workloads, (*WORKLOADS, DENSE_CAUSAL)),
-        ("--dims", given.dims, ("64", "128")),
+        ("--dims", given.dims, ("64", "128", "256")),
         ("--baselines", given.baselines, tuple(BASELINES)),
     ):
         if set(found) - set(known):

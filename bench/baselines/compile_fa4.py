@@ -21,7 +21,7 @@ def main(*, small: bool) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from bench.baselines.calls import BLOCK
-    from bench.baselines.fa4 import FlashAttention4, Masked, range_mask_mod
+    from bench.baselines.fa4 import FlashAttention4, Masked, key_block_of, range_mask_mod
     from bench.baselines.systems import Inputs
     from marble.mask.lowering import cute_mask_mod
     from marble.mask.modes import packed_mask
@@ -33,8 +33,8 @@ def main(*, small: bool) -> int:
         shapes = ((rows, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, dim), (rows, heads, dim))
         return Inputs(*(fake(*shape, dtype=torch.bfloat16) for shape in shapes))
 
-    def lists(mask: str, window: int | None, rows: int, keys: int) -> Masked:
-        queries, blocks = rows // BLOCK, keys // BLOCK
+    def lists(mask: str, window: int | None, rows: int, keys: int, dim: int) -> Masked:
+        queries, blocks = rows // BLOCK, keys // key_block_of(dim)
         forward = [fake(1, 1, queries), fake(1, 1, queries, 7)] * 2
         backward = [fake(1, 1, blocks), fake(1, 1, blocks, 9)] * 2
         if mask == "two":
@@ -48,11 +48,11 @@ def main(*, small: bool) -> int:
     failed = 0
     with FakeTensorMode():
         for heads, kv_heads, window in models[-1:] if small else models:
-            for dim in (128,) if small else (128, 64):
+            for dim in (128,) if small else (128, 64, 256):
                 for mask in masks:
                     for pack in (None,) if small else (None, False):
                         before, begun = [len(cache) for cache in caches], time.monotonic()
-                        masked = lists(mask, window, 4096, 8192) if mask in ("four", "two") else None
+                        masked = lists(mask, window, 4096, 8192, dim) if mask in ("four", "two") else None
                         x = inputs(heads, kv_heads, dim, 4096, 8192 if masked else 4096)
                         system = FlashAttention4(x, dim**-0.5, masked, causal=mask == "causal", pack_gqa=pack)
                         try:

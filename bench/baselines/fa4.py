@@ -5,7 +5,8 @@ evaluated in and a list of full ones; blocks are numbered by the rows that they 
 the forward pass visits, the last of the list, is cut at the end of the keys, so lists ascend. One list serves all
 heads, which is what ``pack_gqa`` needs. 128 × 128 lists fit every kernel at d64 and d128: forward tiles are 128 × 128
 (at d64 too: 192 rows, as dense uses, do not divide 128), backward tiles 128 × 128 at d64 and 64 × 128 at d128, where
-each listed block is two tiles.
+each listed block is two tiles. At d256 its masked kernels take 64 keys: every tile is listed as two halves, without
+those that the predicate leaves empty, and those that it does not cut are full.
 
 ``python -m bench.baselines.compile_fa4`` compiles every kernel that the bench asks for, with no GPU.
 """
@@ -31,13 +32,18 @@ MASKS = ("four", "two")
 _TRACKS = ("sample", "seg", "noise", "pos")
 
 
+def key_block_of(head_dim: int) -> int:
+    """Keys of a block in the lists for a head dimension."""
+    return BLOCK if head_dim <= 128 else BLOCK // 2
+
+
 def block_lists(tiles: TileList, names: Tensor, outer: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ascending lists of one orientation: partial counts and numbers, full counts and numbers, int32.
 
     Args:
         tiles: our lists.
-        names: int64 [inner blocks], the other side's number of each inner block.
-        outer: int64 [outer blocks], the same for outer blocks.
+        names: int64 [inner blocks, n], the other side's numbers of each inner block, of which it makes n.
+        outer: int64 [outer blocks, m], the same for outer blocks.
         blocks: how many outer blocks the other side counts; ours are among them.
 
     Returns:
@@ -46,10 +52,28 @@ def block_lists(tiles: TileList, names: Tensor, outer: Tensor, blocks: int) -> t
     owner = torch.repeat_interleave(torch.arange(tiles.outer), tiles.run_ptr.diff().long())
     first, length = tiles.runs.long().T
     steps = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
-    full = names[torch.repeat_interleave(first, length) + steps]
-    full_owner = outer[torch.repeat_interleave(owner, length)]
-    partial_owner = outer[torch.repeat_interleave(torch.arange(tiles.outer), tiles.part_ptr.diff().long())]
-    return *_table(partial_owner, names[tiles.parts[:, 0].long()], blocks), *_table(full_owner, full, blocks)
+    full = torch.repeat_interleave(owner, length), torch.repeat_interleave(first, length) + steps
+    part = torch.repeat_interleave(torch.arange(tiles.outer), tiles.part_ptr.diff().long()), tiles.parts[:, 0].long()
+    seen = _seen(tiles, outer.shape[1], names.shape[1])[tiles.parts[:, 1].long()]
+    whole = seen == (BLOCK // outer.shape[1]) * (BLOCK // names.shape[1])
+    every = torch.ones(len(full[0]), *whole.shape[1:], dtype=torch.bool)
+    owners, numbers = (
+        torch.cat([side[pair[at]].unsqueeze(2 - at).expand_as(some) for pair, some in ((full, every), (part, whole))])
+        for at, side in ((0, outer), (1, names))
+    )
+    filled, cut = torch.cat([every, whole]), torch.cat([~every, (seen > 0) & ~whole])
+    return *_table(owners[cut], numbers[cut], blocks), *_table(owners[filled], numbers[filled], blocks)
+
+
+def _seen(tiles: TileList, down: int, across: int) -> Tensor:
+    """Pairs in each part of the predicates, cut into ``down`` × ``across``: int64 [slots, down, across]. Slots below 0
+    count from the end, as Python does."""
+    words, bits = tiles.ranges.long().unsqueeze(-1), tiles.bits.flip(0).long()
+    first, width = torch.arange(0, BLOCK, BLOCK // across), BLOCK // across
+    limits = [(words >> shift & 255).clamp(min=first).minimum(first + width) for shift in (0, 8, 16, 24)]
+    in_ranges = limits[1] - limits[0] + limits[3] - limits[2]
+    in_bits = (bits.unsqueeze(-1) >> torch.arange(32) & 1).flatten(2).unflatten(2, (across, width)).sum(3)
+    return torch.cat([in_ranges, in_bits]).unflatten(1, (down, BLOCK // down)).sum(2)
 
 
 def _table(owner: Tensor, number: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -61,17 +85,22 @@ def _table(owner: Tensor, number: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     return count.int().view(1, 1, -1), table.view(1, 1, *table.shape)
 
 
-def lists_of(tiles: Tiles, key_rows: int, *, by_key: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A call's tiles as lists by query block, for the forward pass, or by key block, for the backward pass.
+def lists_of(
+    tiles: Tiles, key_rows: int, *, by_key: bool, key_block: int = BLOCK
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A call's tiles as lists by query block, for the forward pass, or by key block, for the backward pass; a key block
+    of them is ``key_block`` rows.
 
     Raises:
         ValueError: if blocks are not of 128 rows, or a key block does not begin at a multiple of that.
     """
     if tiles.block != BLOCK or bool((tiles.key_row % BLOCK != 0).any()):
         raise ValueError(f"tiles: FlashAttention-4 wants key blocks on a grid of {BLOCK} rows")
-    keys, queries = tiles.key_row.long() // BLOCK, torch.arange(len(tiles.touch))
+    parts = BLOCK // key_block
+    keys, queries = tiles.key_row.long() // key_block, torch.arange(len(tiles.touch)).unsqueeze(1)
+    keys = keys.unsqueeze(1) + torch.arange(parts)
     if by_key:
-        return block_lists(tiles.by_key, queries, keys, -(-key_rows // BLOCK))
+        return block_lists(tiles.by_key, queries, keys, -(-key_rows // key_block))
     return block_lists(tiles.by_query, keys, queries, len(queries))
 
 
@@ -95,7 +124,8 @@ class Masked:
     def of(cls, call: MaskedCall, mask: str, device: torch.device) -> Masked:
         """``mask`` is ``four``, the mask over four tracks, or ``two``, two comparisons with a range per key."""
         mask_mod, aux = _four(call) if mask == "four" else _two(call)
-        lists = (lists_of(call.tiles, len(call.cols), by_key=by_key) for by_key in (False, True))
+        size = key_block_of(call.shape.head_dim)
+        lists = (lists_of(call.tiles, len(call.cols), by_key=by_key, key_block=size) for by_key in (False, True))
         forward, backward = (tuple(x.to(device) for x in found) for found in lists)
         return cls(mask_mod, [x.to(device) for x in aux], forward, backward)
 
@@ -164,13 +194,13 @@ class FlashAttention4:
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
         self.x = [x.unsqueeze(0) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-        rows, heads, _ = inputs.q.shape
+        rows, heads, head_dim = inputs.q.shape
         self.packing = {"pack_gqa": pack_gqa}
         self.ahead: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
         self.back = dict(self.ahead)
         if masked is not None:
             for options, lists in ((self.ahead, masked.forward), (self.back, masked.backward)):
-                sparse = BlockSparseTensorsTorch(*lists, block_size=(BLOCK, BLOCK))
+                sparse = BlockSparseTensorsTorch(*lists, block_size=(BLOCK, key_block_of(head_dim)))
                 options |= masked.options | {"block_sparse_tensors": sparse}
         self.results = [torch.empty_like(x) for x in (self.x[0], *self.x[:3])]
         self.log_sums = torch.empty(1, heads, rows, dtype=torch.float32, device=inputs.q.device)

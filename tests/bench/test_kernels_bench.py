@@ -182,30 +182,31 @@ def listed(count: torch.Tensor, number: torch.Tensor) -> set[tuple[int, int]]:
     return found
 
 
-def expected(call: MaskedCall, *, full: bool) -> set[tuple[int, int]]:
+def expected(call: MaskedCall, key_block: int, *, full: bool) -> set[tuple[int, int]]:
     """Block pairs by the mask, over blocks of the key rows as they lie."""
     pairs, found = legal(call), set()
     for i in range(0, len(call.rows), BLOCK):
-        for j in range(0, len(call.cols), BLOCK):
-            tile = pairs[i : i + BLOCK, j : j + BLOCK]
-            whole = tile.shape == (BLOCK, BLOCK) and bool(tile.all())
+        for j in range(0, len(call.cols), key_block):
+            tile = pairs[i : i + BLOCK, j : j + key_block]
+            whole = tile.shape == (BLOCK, key_block) and bool(tile.all())
             if whole if full else (bool(tile.any()) and not whole):
-                found.add((i // BLOCK, j // BLOCK))
+                found.add((i // BLOCK, j // key_block))
     return found
 
 
 @each_case
-def test_lists_hold_the_tiles_of_a_call_in_both_directions(each):
+@pytest.mark.parametrize("key_block", [BLOCK, BLOCK // 2])
+def test_lists_hold_the_tiles_of_a_call_in_both_directions(each, key_block):
     calls = [each.whole(), replace(each, tokens=1999).whole(), *replace(each, tokens=2000).all_to_all(RANKS, 1)]
     for call in calls:
-        partial, full = expected(call, full=False), expected(call, full=True)
-        tables = fa4.lists_of(call.tiles, len(call.cols), by_key=False)
+        partial, full = (expected(call, key_block, full=full) for full in (False, True))
+        tables = fa4.lists_of(call.tiles, len(call.cols), by_key=False, key_block=key_block)
         assert [table.dtype for table in tables] == [torch.int32] * 4
         assert tables[0].shape == (1, 1, -(-len(call.rows) // BLOCK))
         assert listed(*tables[:2]) == partial
         assert listed(*tables[2:]) == full
-        tables = fa4.lists_of(call.tiles, len(call.cols), by_key=True)
-        assert tables[0].shape == (1, 1, -(-len(call.cols) // BLOCK))
+        tables = fa4.lists_of(call.tiles, len(call.cols), by_key=True, key_block=key_block)
+        assert tables[0].shape == (1, 1, -(-len(call.cols) // key_block))
         assert {(i, j) for j, i in listed(*tables[:2])} == partial
         assert {(i, j) for j, i in listed(*tables[2:])} == full
 
@@ -243,7 +244,7 @@ def test_the_baselines_masks_are_the_calls_mask(each, monkeypatch):
 def test_flex_attention_gets_the_same_tiles_and_mask(each):
     call = replace(each, tokens=1999).whole()
     mask = flex.block_mask(call, CPU)
-    tiles = expected(call, full=False) | expected(call, full=True)
+    tiles = expected(call, BLOCK, full=False) | expected(call, BLOCK, full=True)
     assert {tuple(pair) for pair in mask.to_dense()[0, 0].nonzero().tolist()} == tiles
     rows, cols = torch.arange(len(call.rows)).unsqueeze(1), torch.arange(len(call.cols))
     assert torch.equal(mask.mask_mod(0, 0, rows, cols), legal(call))
@@ -337,7 +338,7 @@ def test_bars_look_at_the_ratio_of_their_own_rows():
     assert missed([fast, slow, beside, *online_rows]) == [slow, online_rows[1]]
 
 
-@pytest.mark.parametrize("words", [["--only", "K7"], ["--dims", "256"], ["--workloads", "x"], ["--baselines", "fa3"]])
+@pytest.mark.parametrize("words", [["--only", "K13"], ["--dims", "96"], ["--workloads", "x"], ["--baselines", "fa3"]])
 def test_unknown_choices_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         kernels.main(words)
