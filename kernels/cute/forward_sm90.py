@@ -69,7 +69,7 @@ class ForwardConfig:
     Attributes:
         head_dim: 64, 128 or 256.
         keys: a tile of the lists is computed in tiles of so many keys, 128 or 64.
-        q_in_registers: whether the query tile lives in registers or stays in shared memory.
+        q_columns: columns of the query tile that live in registers; the others stay in shared memory.
         k_stages: key tiles in flight.
         v_stages: value tiles in flight.
         pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
@@ -80,7 +80,7 @@ class ForwardConfig:
 
     head_dim: int
     keys: int
-    q_in_registers: bool
+    q_columns: int
     k_stages: int
     v_stages: int
     pieces: int
@@ -90,6 +90,10 @@ class ForwardConfig:
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128, 256):
             raise ValueError(f"head_dim: the Hopper kernels compute 64, 128 and 256, got {self.head_dim}")
+        if self.keys not in (64, 128):
+            raise ValueError(f"keys: a tile of the lists has 128 or 2 × 64, got {self.keys}")
+        if self.q_columns not in range(64, self.head_dim + 1, 64):
+            raise ValueError(f"q_columns: whole swizzle atoms of 64, at most {self.head_dim}, got {self.q_columns}")
         if self.load_registers + 2 * self.math_registers > 504:
             raise ValueError(
                 "registers: the kernel begins with 168 for each thread, 504 for three threads of the warpgroups"
@@ -97,9 +101,9 @@ class ForwardConfig:
 
 
 CONFIGS = {
-    64: ForwardConfig(64, keys=128, q_in_registers=True, k_stages=4, v_stages=4, pieces=2),
-    128: ForwardConfig(128, keys=128, q_in_registers=True, k_stages=3, v_stages=2, pieces=1),
-    256: ForwardConfig(256, keys=64, q_in_registers=False, k_stages=2, v_stages=2, pieces=1),
+    64: ForwardConfig(64, keys=128, q_columns=64, k_stages=4, v_stages=4, pieces=2),
+    128: ForwardConfig(128, keys=128, q_columns=128, k_stages=3, v_stages=2, pieces=1),
+    256: ForwardConfig(256, keys=64, q_columns=128, k_stages=2, v_stages=2, pieces=1),
 }
 
 
@@ -130,8 +134,8 @@ class Pipes(NamedTuple):
     its place; the loading and the mask warps wait for that. A unit without tiles says stop.
     ``q``, ``k``, ``v``: the dealing (``q``) or loading warp waits until all eight computing warps have released a
     stage, then fills it; they wait until its bytes have arrived. A key stage is released when its scores are complete,
-    a query tile when it has been read into registers. Every unit comes with its query tile, except the one that says
-    stop.
+    a query tile when it has been read into registers, or else at the end of its unit. Every unit comes with its query
+    tile, except the one that says stop.
     ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
     """
 
@@ -148,7 +152,7 @@ class ForwardSm90:
     def __init__(self, dtype: type[cutlass.Numeric], config: ForwardConfig) -> None:
         self.dtype, self.config, self.head_dim = dtype, config, config.head_dim
         self.threads = 3 * WARPGROUP
-        self.splits = BLOCK // config.keys
+        self.splits, self.whole_q = BLOCK // config.keys, config.q_columns == config.head_dim
         self.out_columns = min(config.head_dim, OUT_COLUMNS)
 
     @cute.jit
@@ -191,13 +195,12 @@ class ForwardSm90:
         atom_o, tma_o = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), written
         )
-        mma_qk = sm90_utils.make_tiled_mma(
-            self.dtype,
-            "K",
-            "K",
-            self.config.keys // self.config.pieces,
-            "RS" if const_expr(self.config.q_in_registers) else "SS",
-            atom_layout_mnk=(1, 1, 1),
+        # The second for the columns of the query tile in shared memory.
+        mma_qk, mma_qk_shared = (
+            sm90_utils.make_tiled_mma(
+                self.dtype, "K", "K", self.config.keys // self.config.pieces, source, atom_layout_mnk=(1, 1, 1)
+            )
+            for source in ("RS", "SS")
         )
         # The second for the columns that are written at a time.
         mma_pv, mma_out = (
@@ -234,7 +237,7 @@ class ForwardSm90:
             counter,
             scale_log2,
             (layout_q, layout_k, layout_v, layout_o),
-            (mma_qk, mma_pv, mma_out),
+            (mma_qk, mma_qk_shared, mma_pv, mma_out),
             fitting(Storage),
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
@@ -479,15 +482,20 @@ class ForwardSm90:
     def compute(self, mmas, shared, pipes, output, mLSE, carried, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
-        mma_qk, mma_pv, mma_out = mmas
+        mma_qk, mma_qk_shared, mma_pv, mma_out = mmas
         which = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        wg_qk, wg_pv = (mma.get_slice(0) for mma in mmas[:2])
+        wg_qk, wg_shared, wg_pv = (mma.get_slice(0) for mma in mmas[:3])
         own_q = cute.local_tile(shared.q, (STRIP, self.head_dim), (which, 0))
         keys = self.config.keys
+        kept_q = cute.local_tile(own_q, (STRIP, self.config.q_columns), (0, 0))
         _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(
-            wg_qk, (STRIP, keys, self.head_dim), own_q, shared.k
+            wg_qk, (STRIP, keys, self.config.q_columns), None, shared.k
         )
+        products = [(mma_qk, fragment_q, k) for k in range(self.config.q_columns // 16)]
+        if const_expr(not self.whole_q):
+            shared_q = wg_shared.make_fragment_A(wg_shared.partition_A(own_q))
+            products += [(mma_qk_shared, shared_q, k) for k in range(len(products), self.head_dim // 16)]
         acc_O, fragment_p, fragment_v = sm90_utils.partition_fragment_ABC(
             wg_pv, (STRIP, self.head_dim, keys), None, layout_utils.transpose_view(shared.v)
         )
@@ -505,10 +513,10 @@ class ForwardSm90:
             pipes=pipes,
             thread=thread,
             which=which,
-            own_q=own_q,
+            kept_q=kept_q,
         )
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((STRIP, keys)), Float32)
-        scores = partial(start_scores, mma_qk, acc_S, fragment_q, fragment_k)
+        scores = partial(start_scores, acc_S, products, fragment_k)
         weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
         step = partial(self.step, scores, weigh, tools, acc_S)
 
@@ -516,8 +524,9 @@ class ForwardSm90:
         unit, bits, q_state = state_of(PLACES), state_of(1), state_of(1)
         k_state, v_state = state_of(self.config.k_stages), state_of(self.config.v_stages)
         pipes.q.consumer_wait(q_state)
-        if const_expr(self.config.q_in_registers):
-            q_state = self.take_query(tools, q_state)
+        self.take_query(tools)
+        if const_expr(self.whole_q):
+            q_state = self.leave_query(pipes, q_state)
         pipes.k.consumer_wait(k_state)
         scores(k_state.index)
         warpgroup.wait_group(0)
@@ -540,12 +549,10 @@ class ForwardSm90:
                 k_state, v_state, bits = step(k_state, v_state, bits, Int32(0), begun, masked=False)
                 begun = Boolean(True)
 
-            if const_expr(self.config.q_in_registers):
+            if const_expr(self.whole_q):
                 pipes.q.consumer_wait(q_state)
-                q_state = self.take_query(tools, q_state)
-            else:
-                release(pipes.q, q_state)
-                q_state.advance()
+                self.take_query(tools)
+            q_state = self.leave_query(pipes, q_state)
             pipes.v.consumer_wait(v_state)
             weigh(v_state.index, begun)
             self.leave_statistics(tools, carried, mLSE, unit.index)
@@ -553,8 +560,9 @@ class ForwardSm90:
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
             if parts + full > 0:
-                if const_expr(not self.config.q_in_registers):
+                if const_expr(not self.whole_q):
                     pipes.q.consumer_wait(q_state)
+                    self.take_query(tools)
                 pipes.k.consumer_wait(k_state)
                 scores(k_state.index)
                 warpgroup.wait_group(self.config.pieces)
@@ -620,12 +628,16 @@ class ForwardSm90:
         return own, state
 
     @cute.jit
-    def take_query(self, tools, state):
-        """The query tile, from shared memory to registers: its stage is free for the next item at once."""
+    def take_query(self, tools):
+        """The query tile, or what is kept of it, from shared memory to registers."""
         copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), tools.mma_qk)
-        cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.own_q), copy.retile(tools.fragment_q))
+        cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.kept_q), copy.retile(tools.fragment_q))
+
+    @cute.jit
+    def leave_query(self, pipes, state):
+        """The stage of the query tile is free for the next item: at once if all of it is in registers."""
         cute.arch.sync_warp()
-        release(tools.pipes.q, state)
+        release(pipes.q, state)
         state.advance()
         return state
 
@@ -752,17 +764,18 @@ def complete_all(values):
 
 
 @cute.jit
-def start_scores(mma, acc, q, k, stage):
-    """Start q · k[stage]ᵀ, each piece of the keys as a group of its own."""
+def start_scores(acc, products, k, stage):
+    """Start q · k[stage]ᵀ, each piece of the keys as a group of its own. ``products`` are, for 16 columns after the other,
+    an instruction, a fragment of q and the columns' place in it."""
     for piece in cutlass.range_constexpr(cute.size(acc.shape[2])):
         warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
         own = cute.append_ones(acc[None, None, piece], up_to_rank=3)
-        for i in cutlass.range_constexpr(cute.size(q.shape[2])):
+        for i in cutlass.range_constexpr(len(products)):
+            mma, q, column = products[i]
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, i > 0)
             keys = cute.append_ones(k[None, piece, i, stage], up_to_rank=2)
-            cute.gemm(atom, own, q[None, None, i], keys, own)
-            atom.set(warpgroup.Field.ACCUMULATE, True)
+            cute.gemm(atom, own, q[None, None, column], keys, own)
         warpgroup.commit_group()
 
 
