@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, cute
 from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline
 from quack import sm90_utils
@@ -84,11 +84,6 @@ class BackwardConfig:
         return self.tile_m // 4
 
     @property
-    def own_columns(self) -> int:
-        """Those of them that one thread holds, in each of its two key rows: all, as groups divide the rows."""
-        return self.columns
-
-    @property
     def dq_columns(self) -> int:
         """Columns of one math group's part of dQ, which has 64 rows."""
         return self.tile_m * self.head_dim // (64 * self.groups)
@@ -112,11 +107,12 @@ class WideConfig(BackwardConfig):
     threads: ClassVar[int] = 4 * GROUP
     q_stages: ClassVar[int] = 2
     math_registers: ClassVar[int] = 192
-    dq_registers: ClassVar[int] = 104
+    dq_registers: ClassVar[int] = 96
+    load_registers: ClassVar[int] = 32
 
     @property
     def own_columns(self) -> int:
-        """Groups divide the columns."""
+        """Query columns of a tile that one thread holds, in each of its two key rows: groups divide them."""
         return self.columns // self.groups
 
 
@@ -162,9 +158,10 @@ class Shared(NamedTuple):
     """[4, columns / 4, lane class, stage]: lane class t holds columns 8j + 2t and 8j + 2t + 1."""
     delta: cute.Tensor
     mask: cute.Tensor
-    """[words, math thread, stage]: words of the bits of the pairs that a math thread computes."""
+    """[tile_m / 64, thread, stage]: words of the bits of two key rows and a lane class. The two rows and the lane class
+    are those of a math thread; where groups divide the columns, those of one of each group."""
     mask_rows: cute.Tensor
-    """The same memory, [2, math thread, stage]: the bits of one of a thread's two key rows, 8, 16 or 32."""
+    """The same memory, [2, thread, stage]: the bits of one of the two key rows, 16 or 32."""
     partial: cute.Tensor
     """[stage]: whether the tile has a predicate."""
     units: cute.Tensor
@@ -174,6 +171,8 @@ class Shared(NamedTuple):
     dq_flat: cute.Tensor | None = None
     """The same memory in address order."""
     p: cute.Tensor | None = None
+    notes: cute.Tensor | None = None
+    """[TILE_WORDS, slot]: head, first row and rows of the last tiles, for who comes after Q is handed back."""
 
 
 def shared_layouts(config: BackwardConfig, dtype: type[cutlass.Numeric]) -> dict[str, Any]:
@@ -210,6 +209,7 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         kv_barriers: cute.struct.MemRange[Int64, 2]
         unit_barriers: cute.struct.MemRange[Int64, 2 * UNIT_SLOTS]
         ds_barriers: cute.struct.MemRange[Int64, exchanged]
+        notes: cute.struct.MemRange[Int32, TILE_WORDS * TILE_SLOTS if exchanged else 0]
         units: buffer(Int32, UNIT_WORDS * UNIT_SLOTS, 128)
         partial: cute.struct.MemRange[Int32, config.q_stages]
         lse: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
@@ -235,20 +235,18 @@ def shared_tensors(config: BackwardConfig, storage: Any, layouts: dict[str, Any]
     vector = cute.make_layout(
         (4, config.columns // 4, 4, config.q_stages), stride=(1, 4, config.row_pitch, 4 * config.row_pitch)
     )
-    threads, columns = config.groups * GROUP, config.own_columns
-    row_word, word = {8: (Uint8, Uint16), 16: (Uint16, Uint32), 32: (Uint32, Uint32)}[columns]
+    threads, half_word = 2 * config.tile_n, Uint16 if config.tile_m == 64 else Uint32
     if "dq" in layouts:
         swizzled["dq_flat"] = storage.dq.get_tensor(cute.make_layout(64 * config.dq_columns * config.groups))
+    if "p" in layouts:
+        swizzled["notes"] = storage.notes.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS)))
     return Shared(
         **swizzled,
         lse=storage.lse.get_tensor(vector),
         delta=storage.delta.get_tensor(vector),
-        mask=cute.make_tensor(
-            cute.recast_ptr(storage.mask.data_ptr(), dtype=word),
-            cute.make_layout((2 * columns // word.width, threads, config.q_stages)),
-        ),
+        mask=storage.mask.get_tensor(cute.make_layout((config.tile_m // 64, threads, config.q_stages))),
         mask_rows=cute.make_tensor(
-            cute.recast_ptr(storage.mask.data_ptr(), dtype=row_word),
+            cute.recast_ptr(storage.mask.data_ptr(), dtype=half_word),
             cute.make_layout((2, threads, config.q_stages)),
         ),
         partial=storage.partial.get_tensor(cute.make_layout(config.q_stages)),
@@ -321,10 +319,16 @@ class Field(IntEnum):
     """Number of query heads; 0 in the entry that ends a thread block's work."""
     SKIPPED = 10
     """Key rows of the block before the unit's first."""
+    TILES = 11
+    """Tiles of a query head that have pairs, if units are half a block."""
 
 
 UNIT_WORDS, UNIT_SLOTS = 16, 4
 """Room for the fields of a unit in shared memory, and for how many units."""
+
+
+TILE_WORDS, TILE_SLOTS = 4, 4
+"""Room for the notes on a tile, and for how many tiles."""
 
 
 FULL_TILE = 2**31 - 1

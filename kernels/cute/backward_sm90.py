@@ -74,6 +74,7 @@ from marble.kernels.cute.binding import Lists, fitting
 from marble.kernels.cute.intrinsics import math_thread, reduce_pair, store_pair
 from marble.kernels.cute.ordering import complete
 from marble.kernels.cute.units import fetch, unit_at
+from marble.kernels.cute.worklist import BLOCK
 
 LOG2_E = 1.4426950408889634
 
@@ -90,8 +91,8 @@ class BackwardSm90:
         self.dtype, self.config = dtype, config
         self.tile_m, self.tile_n, self.head_dim = config.tile_m, config.tile_n, config.head_dim
         self.math_threads = config.groups * GROUP
-        self.dq_warps = 0
-        """Those that multiply dQ, if it is not the math warps."""
+        self.mask_warps, self.dq_warps = 1, 0
+        """The latter multiply dQ, if it is not the math warps; otherwise one sends it to memory."""
         size = self.head_dim * dtype.width // 8
         self.query_bytes, self.key_bytes = self.tile_m * size, self.tile_n * size
 
@@ -222,14 +223,14 @@ class BackwardSm90:
                 cute.arch.mbarrier_init(v_empty, warps)
                 for slot in range(UNIT_SLOTS):
                     cute.arch.mbarrier_init(unit_full + slot, 1)
-                    cute.arch.mbarrier_init(unit_empty + slot, warps + max(self.dq_warps, 1) + 2)  # row, mask warp
+                    cute.arch.mbarrier_init(unit_empty + slot, warps + max(self.dq_warps, 1) + self.mask_warps + 1)
                 for stage in range(config.ds_stages if self.dq_warps else 0):
                     cute.arch.mbarrier_init(ds_full + stage, warps)
                     cute.arch.mbarrier_init(ds_empty + stage, self.dq_warps)
         pipe_q = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.q_barriers.data_ptr(),
             num_stages=config.q_stages,
-            producer_group=CooperativeGroup(Agent.Thread, 3),  # load, row and mask warp
+            producer_group=CooperativeGroup(Agent.Thread, 2 + self.mask_warps),  # load and row warp
             consumer_group=math_warps,
             tx_count=self.query_bytes,
             defer_sync=True,
@@ -280,14 +281,28 @@ class BackwardSm90:
             field = kv_head if lane == Field.KV_HEAD else field
             field = head if lane == Field.HEAD else field
             field = heads if lane == Field.HEADS else field
-            # The second half of a ragged block may have no rows.
-            present = True if const_expr(key_halves == 1) else cute.arch.shuffle_sync(field, Field.KEY_ROWS) > 0
+            present = True
+            if const_expr(key_halves > 1):
+                tiles = self._count_tiles(lists, half, field)
+                field = tiles if lane == Field.TILES else field
+                present = tiles > 0
             if present:
                 self._tell(shared, pipes, turn, field)
                 number = self._visit_unit(lists, shared, turn, number, visit)
                 turn += 1
             unit = fetch(schedule.counter, units)
         self._tell(shared, pipes, turn, Int32(0))
+
+    @cute.jit
+    def _count_tiles(self, lists: Lists, half: Int32, field: Int32) -> Int32:
+        """Tiles of half a key block with one query head; of partial tiles, those that have pairs."""
+        first, parts, full = (cute.arch.shuffle_sync(field, which) for which in (Field.PART, Field.PARTS, Field.FULL))
+        found, lane = Int32(0), cute.arch.lane_idx()
+        for start in cutlass.range(0, parts, 32, unroll=1):
+            if start + lane < parts:
+                quarters = lists.parts[first + start + lane, 3] >> 2 * half
+                found += (quarters & 1) + (quarters >> 1 & 1)
+        return cute.arch.warp_reduction_sum(found) + full * self.config.halves
 
     @cute.jit
     def _tell(self, shared: Shared, pipes: Pipes, turn: Int32, field: Int32) -> None:
@@ -322,14 +337,12 @@ class BackwardSm90:
         return shared.units[field, turn % UNIT_SLOTS]
 
     @cute.jit
-    def _follow(self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any, leave: Any = None) -> None:
-        """Call ``visit`` for every tile of this thread block, and ``leave`` behind every unit. By another warp."""
+    def _follow(self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any) -> None:
+        """Call ``visit`` for every tile of this thread block. By another warp."""
         turn, number = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
             number = self._visit_unit(lists, shared, turn, number, visit)
-            if const_expr(leave is not None):
-                leave()
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
@@ -342,22 +355,32 @@ class BackwardSm90:
         start = number
         own_row, own_rows, own_slot = Int32(0), Int32(0), Int32(0)
         for member in cutlass.range(get(field=Field.HEADS), unroll=1):
-            parts = get(field=Field.PARTS)
-            entries = parts + get(field=Field.RUNS)
+            entries = get(field=Field.PARTS) + get(field=Field.RUNS)
             for entry in cutlass.range(entries, unroll=1):
                 if entry % 32 == 0 and (member == 0 or entries > 32):
-                    own = entry + lane
+                    own, parts = entry + lane, get(field=Field.PARTS)
                     if own < parts:
                         place = get(field=Field.PART) + own
                         own_row, own_slot = lists.parts[place, 0], lists.parts[place, 1]
                         own_rows = lists.parts[place, 2]
+                        if const_expr(self.config.key_halves > 1):
+                            quarters = lists.parts[place, 3] >> get(field=Field.SKIPPED) // (self.tile_n // 2)
+                            own_rows |= (quarters & 3) << 30
                     elif own < entries:
                         place = get(field=Field.RUN) + own - parts
                         own_row, own_slot = lists.runs[place, 0], Int32(FULL_TILE)
-                        own_rows = lists.runs[place, 1] * self.tile_n
+                        own_rows = lists.runs[place, 1] * BLOCK
                 row, rows, slot = (cute.arch.shuffle_sync(own, entry % 32) for own in (own_row, own_rows, own_slot))
-                tiles = halves if slot != FULL_TILE else rows // self.tile_m
-                for half in cutlass.range(tiles, unroll=1):
+                first, last = Int32(0), Int32(halves)
+                if const_expr(self.config.key_halves > 1):
+                    # Of a partial tile, the two highest bits say which query halves have pairs.
+                    quarters = rows >> 30 & 3
+                    rows &= (1 << 30) - 1
+                    first, last = Int32(quarters == 2), cutlass.min(quarters, 2)
+                    row += first * self.tile_m
+                    rows -= first * self.tile_m
+                last = last if slot != FULL_TILE else rows // self.tile_m
+                for half in cutlass.range(first, last, unroll=1):
                     head = get(field=Field.HEAD) + member
                     visit(Tile(turn, number, number == start, head, row, rows, slot, half))
                     row += self.tile_m
@@ -447,42 +470,44 @@ class BackwardSm90:
             where = (number % 4, number // 4, lane % 8 // 2, stage)
             shared.lse[where] = Float32.inf if row_lse == -Float32.inf else row_lse * LOG2_E
             shared.delta[where] = row_delta * factor
+        self._note(shared, tile)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
+
+    def _note(self, shared: Shared, tile: Tile) -> None:
+        """What the row warp writes down of a tile, beside its rows: nothing here."""
 
     # Mask warp -------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_mask(self, lists: Lists, shared: Shared, pipes: Pipes, tile: Tile) -> None:
-        """The predicate of a partial tile, as bits in the order of the math threads' columns; none for a full tile.
-
-        `masking.row_bits` gives 32 columns of a block in each word: half a block's columns are half a word's bits.
-        """
+        """The predicate of a partial tile, as bits in the order of the math threads' columns; none for a full tile."""
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
         shared.partial[stage] = Int32(tile.slot != FULL_TILE)
         if tile.slot != FULL_TILE:
-            target = shared.mask_rows
-            own_columns = const_expr(self.config.own_columns)
             for part in cutlass.range(self.tile_n // 32, unroll=1):
                 row = cute.arch.lane_idx() + 32 * part
-                table_row = row
-                if const_expr(self.config.key_halves > 1):
-                    table_row += self._field(shared, tile.turn, Field.SKIPPED)
-                bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, table_row)
-                thread = row // 16 * 32 + row % 8 * 4
-                for t in cutlass.range_constexpr(4):
-                    own = bits[t]
-                    if const_expr(self.config.halves == 2):
-                        own = own >> 16 * tile.half
-                    # Groups that divide the columns hold this row one after the other.
-                    for group in cutlass.range_constexpr(self.config.columns // own_columns):
-                        where = (row // 8 % 2, thread + t + GROUP * group, stage)
-                        target[where] = target.element_type(own >> own_columns * group)
+                self._write_row(lists, shared, tile, stage, row, row)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
+
+    @cute.jit
+    def _write_row(self, lists: Lists, shared: Shared, tile: Tile, stage: Int32, row: Int32, table_row: Int32) -> None:
+        """The bits of a key row, which its block counts as ``table_row``.
+
+        `masking.row_bits` gives 32 columns of a block in each word: half a block's columns are half a word's bits.
+        """
+        target = shared.mask_rows
+        bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, table_row)
+        thread = row // 16 * 32 + row % 8 * 4
+        for t in cutlass.range_constexpr(4):
+            own = bits[t]
+            if const_expr(self.config.halves == 2):
+                own = own >> 16 * tile.half
+            target[row // 8 % 2, thread + t, stage] = target.element_type(own)
 
     # dQ warp ---------------------------------------------------------------------------------------------------------
 
@@ -747,10 +772,9 @@ class BackwardSm90:
     @cute.jit
     def _apply(self, scores: cute.Tensor, keep: cute.Tensor) -> None:
         """Set the scores that are left out to -inf. Constant bit tests become one predicate move per seven bits."""
-        columns = self.config.own_columns
         for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(columns):
-                bit = const_expr(r * columns + c)
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                bit = const_expr(r * self.config.columns + c)
                 kept = Boolean(keep[bit // 32] & Uint32(1 << bit % 32))
                 scores[r, c] = scores[r, c] if kept else -Float32.inf
 

@@ -4,7 +4,7 @@ A unit is half a key block, 64 keys, whose dK and dV take half of all registers:
 columns of both. Tiles are 64 × 64. For S' and dP' the math groups divide the queries; they exchange P' and dS' through
 shared memory, which a third group reads as well: it multiplies dQ and adds it to global memory from its registers.
 
-    load, row, mask warp    as in `marble.kernels.cute.backward_sm90`
+    load, row, mask warps   as in `marble.kernels.cute.backward_sm90`; two mask warps, 32 keys each
     math groups             32 queries each: S' = K Q', dP' = V dO'; 128 columns each: dV += P' dO, dK += dS' Q
     dQ group                128 columns after the other 128: dQ += dS K
 
@@ -40,7 +40,9 @@ from flash_attn.cute import utils
 from quack import copy_utils, layout_utils, sm90_utils
 
 from marble.kernels.cute.backward_config import (
+    FULL_TILE,
     GROUP,
+    TILE_SLOTS,
     Atoms,
     Field,
     Gradients,
@@ -66,7 +68,7 @@ class BackwardWideSm90(BackwardSm90):
 
     def __init__(self, dtype: type[cutlass.Numeric], config: WideConfig):
         super().__init__(dtype, config)
-        self.dq_warps = GROUP // 32
+        self.mask_warps, self.dq_warps = 2, GROUP // 32
         self.part = self.head_dim // config.groups
         """Columns of dK, dV and dQ that a group holds at a time."""
 
@@ -144,43 +146,84 @@ class BackwardWideSm90(BackwardSm90):
         storage = cutlass.utils.SmemAllocator().allocate(fitting(shared_storage(config, self.dtype, layouts)))
         pipes = self._barriers(storage, warp)
         shared = shared_tensors(config, storage, layouts)
-        follow = partial(self._follow, lists, shared, pipes)
         if warp < 4:
             cute.arch.setmaxregister_decrease(config.load_registers)
+            follow = partial(self._follow, lists, shared, pipes)
             if warp == 0:
                 visit = partial(self.load, operands, atoms, shared, pipes)
                 self._lead(operands, lists, schedule, shared, pipes, visit)
             if warp == 1:
                 follow(partial(self.load_rows, lse, delta, self._early(scale), shared, pipes))
-            if warp == 2:
-                follow(partial(self.write_mask, lists, shared, pipes))
+            if warp >= 2:
+                follow(partial(self.write_half_mask, lists, shared, pipes, 32 * (warp - 2)))
         elif warp < 4 + self.math_threads // 32:
             cute.arch.setmaxregister_increase(config.math_registers)
             self.math(shared, pipes, gradients.dk, gradients.dv, scale)
         else:
             cute.arch.setmaxregister_decrease(config.dq_registers)
-            visit = partial(self.multiply_dq, shared, pipes, gradients.dq, self._last(scale))
-            follow(visit, partial(self._hand_back, pipes.k_empty))
+            self.multiply_dq(shared, pipes, gradients.dq, self._last(scale))
+
+    # Mask warps ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def write_half_mask(self, lists: Lists, shared: Shared, pipes: Pipes, first: Int32, tile: Tile) -> None:
+        """As `write_mask`, for 32 keys from the ``first``."""
+        stage, phase = self._stage(tile.number, self.config.q_stages)
+        pipes.q.sync_object_empty.wait(stage, phase ^ 1)
+        shared.partial[stage] = Int32(tile.slot != FULL_TILE)
+        if tile.slot != FULL_TILE:
+            row = cute.arch.lane_idx() + first
+            table_row = row + self._field(shared, tile.turn, Field.SKIPPED)
+            self._write_row(lists, shared, tile, stage, row, table_row)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
 
     # dQ group --------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply_dq(self, shared: Shared, pipes: Pipes, dq: cute.Tensor, factor: Float32 | float, tile: Tile) -> None:
-        """A tile's dQ, one part of its columns after the other, added as far as the rows belong to the block."""
+    def _note(self, shared: Shared, tile: Tile) -> None:
+        """Where dQ of a tile goes. By the row warp, when Q's stage is free.
+
+        That overwrites the note of four tiles ago, which has been read: dK of two tiles ago is done, so its dS was
+        stored, in a stage that dQ of four tiles ago had left.
+        """
+        if cute.arch.lane_idx() == 0:
+            slot = tile.number % TILE_SLOTS
+            shared.notes[0, slot], shared.notes[1, slot], shared.notes[2, slot] = tile.head, tile.row, tile.rows
+
+    @cute.jit
+    def multiply_dq(self, shared: Shared, pipes: Pipes, dq: cute.Tensor, factor: Float32 | float) -> None:
+        """dQ of all tiles, one part of its columns after the other, added as far as the rows belong to the block."""
+        products = self._dq_products(shared)
+        turn, tile = Int32(0), Int32(0)
+        heads = self._await_unit(shared, pipes, turn)
+        while heads > 0:
+            for _ in cutlass.range(self._field(shared, turn, Field.TILES) * heads, unroll=1):
+                stage, phase = self._stage(tile, self.config.ds_stages)
+                cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
+                note = [shared.notes[i, tile % TILE_SLOTS] for i in range(3)]
+                for i in cutlass.range_constexpr(len(products)):
+                    acc = products[i](A_idx=stage, wg_wait=0)
+                    if const_expr(i + 1 == len(products)):
+                        self._hand_back(pipes.ds_empty + stage)  # the note has been read as well
+                    self._add_quads(acc, dq, partial(tuple, (*note, self.part * i)), factor)
+                tile += 1
+            self._hand_back(pipes.k_empty)
+            self._leave_unit(pipes, turn)
+            turn += 1
+            heads = self._await_unit(shared, pipes, turn)
+
+    def _dq_products(self, shared: Shared) -> list[Any]:
+        """Each of one part of the columns."""
         _, _, mma = self._tiled_mmas()
-        own = mma.get_slice(0)
         m, n, part = self.tile_m, self.tile_n, self.part
-        stage, phase = self._stage(tile.number, self.config.ds_stages)
-        cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
-        parts = const_expr(self.head_dim // part)
-        for number in cutlass.range_constexpr(parts):
-            columns = cute.local_tile(layout_utils.transpose_view(shared.k), (part, n), (number, 0))
-            _, a, b = sm90_utils.partition_fragment_ABC(own, (m, part, n), shared.ds, columns)
-            acc = sm90_utils.gemm_zero_init(mma, (m, part), a, b, A_idx=stage, wg_wait=0)
-            if const_expr(number == parts - 1):
-                self._hand_back(pipes.ds_empty + stage)
-            place = partial(tuple, (tile.head, tile.row, tile.rows, part * number))
-            self._add_quads(acc, dq, place, factor)
+        turned, products = layout_utils.transpose_view(shared.k), []
+        for i in range(self.head_dim // part):
+            columns = cute.local_tile(turned, (part, n), (i, 0))
+            _, a, b = sm90_utils.partition_fragment_ABC(mma.get_slice(0), (m, part, n), shared.ds, columns)
+            products.append(partial(sm90_utils.gemm_zero_init, mma, (m, part), a, b))
+        return products
 
     # Math groups -----------------------------------------------------------------------------------------------------
 
@@ -195,8 +238,7 @@ class BackwardWideSm90(BackwardSm90):
         turn, tile = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
-            get = partial(self._field, shared, turn)
-            tiles = (get(field=Field.PARTS) + get(field=Field.FULL)) * heads * self.config.halves
+            tiles = self._field(shared, turn, Field.TILES) * heads
             self.first_step(shared, pipes, products, weigh, tile)
             for done in cutlass.range(tiles - 1, unroll=1):
                 self.step(shared, pipes, products, weigh, tile, done == 0)
@@ -301,14 +343,17 @@ class BackwardWideSm90(BackwardSm90):
     @cute.jit
     def _rows(self, shared: Shared, stage: Int32) -> Any:
         """Log-sum-exp and delta of this thread's columns of a tile, the bits of its pairs, and whether they count."""
-        thread = math_thread()
-        quads = const_expr(self.config.own_columns // 4)
-        first = (thread >> 7) * quads
+        thread, columns = math_thread(), const_expr(self.config.own_columns)
+        group = thread >> 7
         lse, delta = (
-            [copy_utils.load_s2r(table[None, first + i, thread & 3, stage]) for i in range(quads)]
+            [
+                copy_utils.load_s2r(table[None, group * (columns // 4) + i, thread & 3, stage])
+                for i in range(columns // 4)
+            ]
             for table in (shared.lse, shared.delta)
         )
-        return lse, delta, Uint32(shared.mask[0, thread, stage]), shared.partial[stage] != 0
+        bits = Uint32(shared.mask[0, thread & (GROUP - 1), stage]) >> group * columns
+        return lse, delta, bits, shared.partial[stage] != 0
 
     @cute.jit
     def weigh(

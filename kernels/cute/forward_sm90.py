@@ -765,8 +765,10 @@ def complete_all(values):
 
 @cute.jit
 def start_scores(acc, products, k, stage):
-    """Start q · k[stage]ᵀ, each piece of the keys as a group of its own. ``products`` are, for 16 columns after the other,
-    an instruction, a fragment of q and the columns' place in it."""
+    """Start q · k[stage]ᵀ, each piece of the keys as a group of its own.
+
+    Each of ``products`` is of 16 columns: an instruction, a fragment of q, and the columns' place in it.
+    """
     for piece in cutlass.range_constexpr(cute.size(acc.shape[2])):
         warpgroup.fence()
         own = cute.append_ones(acc[None, None, piece], up_to_rank=3)

@@ -40,7 +40,8 @@ class WorkList:
             partial tiles, first run, runs, full tiles (of all its runs), touch. Section by section, and in each the
             most tiles first.
         sections: int32 [items, 2], the first item and the number of items of the section that each item is in.
-        parts: int32 [partial tiles, 4], (first inner row, slot as in `TileList.parts`, inner rows, 0).
+        parts: int32 [partial tiles, 4], (first inner row, slot as in `TileList.parts`, inner rows, quarters that have
+            pairs: bit 2 · outer half + inner half).
         runs: int32 [runs, 2], (first inner row, full tiles): tile i begins at inner row first + 128 i.
         ranges: int32 [slots, 128] as in `TileList.ranges`.
         bits: int32 [slots, 128, 4] as in `TileList.bits`.
@@ -160,12 +161,36 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
         torch.cat([side.touch for side in sides]),
     )
     arranged = _arranged(columns, section, [x.outer for x in lists])
-    resolved = torch.stack([chosen[:, 0], parts[:, 1], chosen[:, 1], torch.zeros_like(chosen[:, 0])], 1).int()
+    ranges, bits = [len(x.ranges) for x in lists], [len(x.bits) for x in lists]
+    numbers = [len(x.parts) for x in lists]
+    ranges_before, bits_before = (
+        spread(list(accumulate(sizes, initial=first))[:-1], numbers)
+        for sizes, first in ((ranges, 0), (bits, sum(ranges)))
+    )
+    slot = parts[:, 1]
+    quarters = _quarters(torch.cat([x.ranges for x in lists]), torch.cat([x.bits for x in lists]))[
+        torch.where(slot >= 0, slot + ranges_before, ~slot + bits_before)
+    ]
+    resolved = torch.stack([chosen[:, 0], slot, chosen[:, 1], quarters], 1).int()
     ran = torch.stack([row, blocks], 1).int()
     return [
         WorkList(*items, resolved, ran, _dense(x.ranges), _dense(x.bits))
         for items, x in zip(arranged, lists, strict=True)
     ]
+
+
+def _quarters(ranges: Tensor, bits: Tensor) -> Tensor:
+    """Which quarters of predicates have pairs, as in `WorkList.parts`: int64 [ranges, then bits]."""
+    half = BLOCK // 2
+    first = [ranges >> shift & 255 for shift in (0, 16)]
+    last = [ranges >> shift & 255 for shift in (8, 24)]
+    inner_halves = (
+        ((first[0] < last[0].clamp(max=half)) | (first[1] < last[1].clamp(max=half))),
+        ((first[0].clamp(min=half) < last[0]) | (first[1].clamp(min=half) < last[1])),
+    )
+    some = torch.cat([torch.stack(inner_halves, 2), (bits != 0).unflatten(2, (2, 2)).any(3)])
+    quarters = some.unflatten(1, (2, half)).any(2).flatten(1)
+    return (quarters.long() << torch.arange(4, device=quarters.device)).sum(1)
 
 
 def _sections(owner: Tensor, first: Tensor, last: Tensor, blocks: int) -> Tensor:
@@ -332,12 +357,12 @@ def _band_list(
         low, high = limit.clamp(min=0).minimum(columns), columns.expand_as(limit)
     seen = (torch.arange(BLOCK, device=device) < shapes[:, 1:2]) & (low < high)
     words = torch.where(seen, low | high << 8, 0).int()
-    parts = torch.stack([inner_row[chosen], slot, inner_rows[chosen], torch.zeros_like(slot)], 1).int()
     some = full > 0
     runs = torch.stack([inner.row[(inner.first[sequence] + full_begin)[some]], full[some]], 1).int()
     part_ptr = torch.nn.functional.pad((before + behind).cumsum(0), (1, 0))
     run_ptr = torch.nn.functional.pad(some.long().cumsum(0), (1, 0))
     columns = (outer.row, outer.rows, part_ptr[:-1], part_ptr.diff(), run_ptr[:-1], run_ptr.diff(), full, touch)
     nothing = torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device)
+    parts = torch.stack([inner_row[chosen], slot, inner_rows[chosen], _quarters(words, nothing)[slot]], 1).int()
     ((items, sections),) = _arranged(columns, sequence, [len(sequence)])
     return WorkList(items, sections, parts, runs, words, nothing)

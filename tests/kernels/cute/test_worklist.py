@@ -21,13 +21,15 @@ def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
     columns = torch.arange(BLOCK)
     for row, rows, part, parts, run, runs, full, _ in work.items.tolist():
         assert 0 < rows <= BLOCK
-        for first, slot, _, _ in work.parts[part : part + parts].tolist():
+        for first, slot, _, quarters in work.parts[part : part + parts].tolist():
             if slot >= 0:
                 words = work.ranges[slot].long().unsqueeze(1)
                 lo0, hi0, lo1, hi1 = (words >> shift & 255 for shift in (0, 8, 16, 24))
                 mask = (columns >= lo0) & (columns < hi0) | (columns >= lo1) & (columns < hi1)
             else:
                 mask = (work.bits[~slot].long().unsqueeze(2) >> torch.arange(32) & 1).flatten(1).bool()
+            some = mask.unflatten(0, (2, -1)).unflatten(2, (2, -1)).any(3).any(1)
+            assert [quarters >> i & 1 for i in range(4)] == some.flatten().tolist()
             if first == NOWHERE:
                 assert not mask.any()
                 assert parts == 1
@@ -116,7 +118,7 @@ def test_runs_are_cut_where_key_blocks_do_not_follow_one_another() -> None:
     by_row = {row: (run, runs) for row, _, _, _, run, runs, _, _ in work.items.tolist()}
     found = {row: work.runs[run : run + runs].tolist() for row, (run, runs) in by_row.items()}
     assert found == {0: [[0, 2], [300, 2]], 128: [[128, 1], [300, 1]]}
-    assert work.parts.tolist() == [[1000, 0, 100, 0]]
+    assert work.parts.tolist() == [[1000, 0, 100, 15]]
 
 
 def test_tiles_keep_their_pairs() -> None:
