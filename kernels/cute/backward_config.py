@@ -34,6 +34,7 @@ class BackwardConfig:
         q_stages: tiles of Q (with log-sum-exp, delta and predicate) in shared memory.
         do_stages: tiles of dO in shared memory.
         ds_stages: tiles of dS in shared memory; with two, one barrier per tile orders its writers and readers.
+        p_stages: tiles of P in shared memory, behind those of dS; none where P stays in registers.
         math_registers: registers of a math thread.
         load_registers: registers of a thread of the load, row, mask and dQ warps.
     """
@@ -47,6 +48,7 @@ class BackwardConfig:
     q_stages: ClassVar[int] = 3
     do_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
+    p_stages: ClassVar[int] = 0
     math_registers: ClassVar[int] = 240
     load_registers: ClassVar[int] = 24
 
@@ -106,6 +108,7 @@ class WideConfig(BackwardConfig):
     tile_n: ClassVar[int] = 64
     threads: ClassVar[int] = 4 * GROUP
     q_stages: ClassVar[int] = 2
+    p_stages: ClassVar[int] = 2
     math_registers: ClassVar[int] = 192
     dq_registers: ClassVar[int] = 96
     load_registers: ClassVar[int] = 32
@@ -154,6 +157,7 @@ class Shared(NamedTuple):
     v: cute.Tensor
     dout: cute.Tensor
     ds: cute.Tensor
+    """Stages of dS, then those of P."""
     lse: cute.Tensor
     """[4, columns / 4, lane class, stage]: lane class t holds columns 8j + 2t and 8j + 2t + 1."""
     delta: cute.Tensor
@@ -170,7 +174,6 @@ class Shared(NamedTuple):
     """[64, columns, group], as TMA reads it."""
     dq_flat: cute.Tensor | None = None
     """The same memory in address order."""
-    p: cute.Tensor | None = None
     notes: cute.Tensor | None = None
     """[TILE_WORDS, slot]: head, first row and rows of the last tiles, for who comes after Q is handed back."""
 
@@ -183,13 +186,12 @@ def shared_layouts(config: BackwardConfig, dtype: type[cutlass.Numeric]) -> dict
         "q": make((m, head_dim), config.q_stages, major_mode_size=64),
         "dout": make((m, head_dim), config.do_stages, major_mode_size=64),
         "k": make((n, head_dim), None, major_mode_size=64),
-        "ds": make((m, n), config.ds_stages, major_mode_size=64),
+        "ds": make((m, n), config.ds_stages + config.p_stages, major_mode_size=64),
     }
-    if isinstance(config, WideConfig):
-        return layouts | {"p": layouts["ds"]}
-    return layouts | {
-        "dq": sm90_utils.make_smem_layout(Float32, LayoutEnum.ROW_MAJOR, (64, config.dq_columns), config.groups)
-    }
+    if not isinstance(config, WideConfig):
+        dq_tile = (64, config.dq_columns)
+        layouts["dq"] = sm90_utils.make_smem_layout(Float32, LayoutEnum.ROW_MAJOR, dq_tile, config.groups)
+    return layouts
 
 
 def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts: dict[str, Any]) -> type:
@@ -199,8 +201,7 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         return cute.struct.Align[cute.struct.MemRange[kind, count], align]
 
     size = {name: cute.cosize(layout) for name, layout in layouts.items()}
-    p_size, dq_size = size.get("p", 0), size.get("dq", 0)
-    exchanged = 2 * config.ds_stages if p_size else 0
+    followed = isinstance(config, WideConfig)  # by the dQ group
 
     @cute.struct
     class Storage:
@@ -208,8 +209,8 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         do_barriers: cute.struct.MemRange[Int64, config.do_stages * 2]
         kv_barriers: cute.struct.MemRange[Int64, 2]
         unit_barriers: cute.struct.MemRange[Int64, 2 * UNIT_SLOTS]
-        ds_barriers: cute.struct.MemRange[Int64, exchanged]
-        notes: cute.struct.MemRange[Int32, TILE_WORDS * TILE_SLOTS if exchanged else 0]
+        ds_barriers: cute.struct.MemRange[Int64, 2 * config.ds_stages * followed]
+        notes: cute.struct.MemRange[Int32, TILE_WORDS * TILE_SLOTS * followed]
         units: buffer(Int32, UNIT_WORDS * UNIT_SLOTS, 128)
         partial: cute.struct.MemRange[Int32, config.q_stages]
         lse: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
@@ -220,8 +221,7 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         v: buffer(dtype, size["k"])
         dout: buffer(dtype, size["dout"])
         ds: buffer(dtype, size["ds"])
-        p: buffer(dtype, p_size)
-        dq: buffer(Float32, dq_size)
+        dq: buffer(Float32, size.get("dq", 0))
 
     return Storage
 
@@ -238,7 +238,7 @@ def shared_tensors(config: BackwardConfig, storage: Any, layouts: dict[str, Any]
     threads, half_word = 2 * config.tile_n, Uint16 if config.tile_m == 64 else Uint32
     if "dq" in layouts:
         swizzled["dq_flat"] = storage.dq.get_tensor(cute.make_layout(64 * config.dq_columns * config.groups))
-    if "p" in layouts:
+    if isinstance(config, WideConfig):
         swizzled["notes"] = storage.notes.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS)))
     return Shared(
         **swizzled,
@@ -365,4 +365,3 @@ class Products(NamedTuple):
     dk: Any
     dv: Any
     store_ds: Any
-    store_p: Any = None

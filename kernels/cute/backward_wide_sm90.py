@@ -234,14 +234,23 @@ class BackwardWideSm90(BackwardSm90):
         Between two rounds of the loop nothing is in flight, or ptxas would serialise.
         """
         products = self._products(shared)
-        weigh = partial(self.weigh, pipes, products, scale)
+        rows = cute.make_rmem_tensor(self.config.own_columns, Float32)
+        weigh = partial(self.weigh, shared, pipes, products, scale, rows)
+        look_ahead = partial(self.look_ahead, shared, pipes, rows)
         turn, tile = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
             tiles = self._field(shared, turn, Field.TILES) * heads
-            self.first_step(shared, pipes, products, weigh, tile)
+            bits = look_ahead(tile)
+            self.first_step(pipes, products, weigh, bits, tile)
+            if tiles > 1:
+                bits = look_ahead(tile + 1)
             for done in cutlass.range(tiles - 1, unroll=1):
-                self.step(shared, pipes, products, weigh, tile, done == 0)
+                self.step(pipes, products, weigh, bits, tile, done == 0)
+                if done < tiles - 2:
+                    bits = look_ahead(tile + 2)
+                warpgroup.wait_group(0)  # dV is done
+                pipes.dout.consumer_release_w_index(self._stage(tile, self.config.do_stages)[0])
                 tile += 1
             self.last_step(pipes, products, tile, tiles == 1)
             tile += 1
@@ -259,17 +268,14 @@ class BackwardWideSm90(BackwardSm90):
         group = cute.make_layout(self.config.groups, stride=GROUP)(cute.arch.make_warp_uniform(thread // GROUP))
         wg_s, wg_dkv = (mma.get_slice(group) for mma in (mma_s, mma_dkv))
         m, n, d = self.tile_m, self.tile_n, self.head_dim
-        turned = {name: layout_utils.transpose_view(getattr(shared, name)) for name in ("q", "dout", "ds", "p")}
+        turned = {name: layout_utils.transpose_view(getattr(shared, name)) for name in ("q", "dout", "ds")}
         split, fresh, add = sm90_utils.partition_fragment_ABC, sm90_utils.gemm_zero_init, sm90_utils.gemm_w_idx
         _, s_a, s_b = split(wg_s, (n, m, d), shared.k, shared.q)
         _, dp_a, dp_b = split(wg_s, (n, m, d), shared.v, shared.dout)
-        acc_dv, dv_a, dv_b = split(wg_dkv, (n, d, m), turned["p"], turned["dout"])
-        acc_dk, dk_a, dk_b = split(wg_dkv, (n, d, m), turned["ds"], turned["q"])
-        store_p, store_ds = (
-            copy_utils.get_smem_store_C(
-                mma_s, turned[name], thread, transpose=True, position_independent=True, major_mode_size=64
-            )[0]
-            for name in ("p", "ds")
+        acc_dv, ds_a, dv_b = split(wg_dkv, (n, d, m), turned["ds"], turned["dout"])
+        acc_dk, _, dk_b = split(wg_dkv, (n, d, m), turned["ds"], turned["q"])
+        store_ds, _, _ = copy_utils.get_smem_store_C(
+            mma_s, turned["ds"], thread, transpose=True, position_independent=True, major_mode_size=64
         )
         return Products(
             acc_dk,
@@ -277,47 +283,56 @@ class BackwardWideSm90(BackwardSm90):
             s=partial(fresh, mma_s, (n, m), s_a, s_b),
             dp=partial(fresh, mma_s, (n, m), dp_a, dp_b),
             dq=None,
-            dk=partial(add, mma_dkv, acc_dk, dk_a, dk_b),
-            dv=partial(add, mma_dkv, acc_dv, dv_a, dv_b),
+            dk=partial(add, mma_dkv, acc_dk, ds_a, dk_b),
+            dv=partial(add, mma_dkv, acc_dv, ds_a, dv_b),
             store_ds=store_ds,
-            store_p=store_p,
         )
 
     @cute.jit
-    def first_step(self, shared: Shared, pipes: Pipes, products: Products, weigh: Any, tile: Int32) -> None:
-        """P' and dS' of a tile behind which nothing is in flight."""
+    def look_ahead(self, shared: Shared, pipes: Pipes, rows: cute.Tensor, tile: Int32) -> Uint32:
+        """Wait for a tile's Q; its log-sum-exp to ``rows``; and the bits of this thread's pairs."""
         stage, phase = self._stage(tile, self.config.q_stages)
-        do_stage, do_phase = self._stage(tile, self.config.do_stages)
         pipes.q.consumer_wait_w_index_phase(stage, phase)
-        pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
-        rows = self._rows(shared, stage)
-        acc_s, acc_dp = products.s(B_idx=stage), products.dp(B_idx=do_stage)
-        weigh(acc_s, acc_dp, rows, tile, behind=0)
+        self._take(shared.lse, rows, stage)
+        thread = math_thread()
+        bits = Uint32(shared.mask[0, thread & (GROUP - 1), stage]) >> (thread >> 7) * self.config.own_columns
+        return bits if shared.partial[stage] != 0 else Uint32(0xFFFFFFFF)
 
     @cute.jit
-    def step(self, shared: Shared, pipes: Pipes, products: Products, weigh: Any, tile: Int32, starts: Boolean) -> None:
-        """dK and dV of a tile from P' and dS', and P' and dS' of the next one.
+    def _take(self, table: cute.Tensor, rows: cute.Tensor, stage: Int32) -> None:
+        """Log-sum-exp or delta of this thread's columns of a tile."""
+        thread, quads = math_thread(), const_expr(self.config.own_columns // 4)
+        for i in cutlass.range_constexpr(quads):
+            four = copy_utils.load_s2r(table[None, (thread >> 7) * quads + i, thread & 3, stage])
+            for c in cutlass.range_constexpr(4):
+                rows[4 * i + c] = four[c]
 
-        Of what must have arrived, Q has had the time of a step; dO was asked for at the end of the last one, so it is
-        waited for behind two products.
+    @cute.jit
+    def first_step(self, pipes: Pipes, products: Products, weigh: Any, bits: Uint32, tile: Int32) -> None:
+        """P' and dS' of a tile behind which nothing is in flight."""
+        do_stage, do_phase = self._stage(tile, self.config.do_stages)
+        pipes.dout.consumer_wait_w_index_phase(do_stage, do_phase)
+        acc_s, acc_dp = products.s(B_idx=self._stage(tile, self.config.q_stages)[0]), products.dp(B_idx=do_stage)
+        weigh(acc_s, acc_dp, bits, tile, behind=0)
+
+    @cute.jit
+    def step(self, pipes: Pipes, products: Products, weigh: Any, bits: Uint32, tile: Int32, starts: Boolean) -> None:
+        """dK and dV of a tile from P' and dS', and P' and dS' of the next one. dV is left in flight.
+
+        The next tile's Q has arrived. Its dO was asked for at the end of the last step, so it is waited for behind two
+        products.
         """
         q_stage, ds_stage = (self._stage(tile, n)[0] for n in (self.config.q_stages, self.config.ds_stages))
         do_stage, _ = self._stage(tile, self.config.do_stages)
-        stage, phase = self._stage(tile + 1, self.config.q_stages)
-        pipes.q.consumer_wait_w_index_phase(stage, phase)
-        rows = self._rows(shared, stage)
-        self._await_ds(pipes, tile)
         products.dk(A_idx=ds_stage, B_idx=q_stage, zero_init=starts)
-        acc_s = products.s(B_idx=stage)
+        acc_s = products.s(B_idx=self._stage(tile + 1, self.config.q_stages)[0])
         stage, phase = self._stage(tile + 1, self.config.do_stages)
         pipes.dout.consumer_wait_w_index_phase(stage, phase)
         acc_dp = products.dp(B_idx=stage)
-        products.dv(A_idx=do_stage, B_idx=do_stage, zero_init=starts)
+        products.dv(A_idx=self._p_stage(tile), B_idx=do_stage, zero_init=starts)
         warpgroup.wait_group(3)  # dK is done
         pipes.q.consumer_release_w_index(q_stage)
-        weigh(acc_s, acc_dp, rows, tile + 1, behind=1)
-        warpgroup.wait_group(0)  # dV is done
-        pipes.dout.consumer_release_w_index(do_stage)
+        weigh(acc_s, acc_dp, bits, tile + 1, behind=1)
 
     @cute.jit
     def last_step(self, pipes: Pipes, products: Products, tile: Int32, starts: Boolean) -> None:
@@ -326,71 +341,56 @@ class BackwardWideSm90(BackwardSm90):
         self._hand_back(pipes.k_empty)
         q_stage, ds_stage = (self._stage(tile, n)[0] for n in (self.config.q_stages, self.config.ds_stages))
         do_stage, _ = self._stage(tile, self.config.do_stages)
-        self._await_ds(pipes, tile)
         products.dk(A_idx=ds_stage, B_idx=q_stage, zero_init=starts)
-        products.dv(A_idx=do_stage, B_idx=do_stage, zero_init=starts)
+        products.dv(A_idx=self._p_stage(tile), B_idx=do_stage, zero_init=starts)
         warpgroup.wait_group(1)  # dK is done
         pipes.q.consumer_release_w_index(q_stage)
         warpgroup.wait_group(0)  # dV is done
         pipes.dout.consumer_release_w_index(do_stage)
 
-    @cute.jit
-    def _await_ds(self, pipes: Pipes, tile: Int32) -> None:
-        """Wait for P' and dS' of a tile from both groups."""
-        stage, phase = self._stage(tile, self.config.ds_stages)
-        cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
-
-    @cute.jit
-    def _rows(self, shared: Shared, stage: Int32) -> Any:
-        """Log-sum-exp and delta of this thread's columns of a tile, the bits of its pairs, and whether they count."""
-        thread, columns = math_thread(), const_expr(self.config.own_columns)
-        group = thread >> 7
-        lse, delta = (
-            [
-                copy_utils.load_s2r(table[None, group * (columns // 4) + i, thread & 3, stage])
-                for i in range(columns // 4)
-            ]
-            for table in (shared.lse, shared.delta)
-        )
-        bits = Uint32(shared.mask[0, thread & (GROUP - 1), stage]) >> group * columns
-        return lse, delta, bits, shared.partial[stage] != 0
+    def _p_stage(self, tile: Int32) -> Int32:
+        """Where P' of a tile is in `Shared.ds`: behind the stages of dS', and counted as those of dO."""
+        return self.config.ds_stages + self._stage(tile, self.config.p_stages)[0]
 
     @cute.jit
     def weigh(
         self,
+        shared: Shared,
         pipes: Pipes,
         products: Products,
         scale: Float32,
+        rows: cute.Tensor,
         acc_s: cute.Tensor,
         acc_dp: cute.Tensor,
-        rows: Any,
+        bits: Uint32,
         tile: Int32,
         behind: cutlass.Constexpr[int],
     ) -> None:
         """P' and dS' of a tile, to shared memory, from S' and dP'. These are in flight, with ``behind`` more products
-        behind them."""
-        lse, delta, bits, partial_tile = rows
+        behind them. Returns when the other group's part is there, too."""
         warpgroup.wait_group(behind + 1)  # S is done
         s_mn, dp_mn = layout_utils.reshape_acc_to_mn(acc_s), layout_utils.reshape_acc_to_mn(acc_dp)
-        if partial_tile:
+        if bits != 0xFFFFFFFF:
             self._apply(s_mn, [bits])
         scale_log2 = scale * LOG2_E
         for c in cutlass.range_constexpr(self.config.own_columns):
             for r in cutlass.range_constexpr(2):
-                s_mn[r, c] = cute.math.exp2(s_mn[r, c] * scale_log2 - lse[c // 4][c % 4], fastmath=True)
+                s_mn[r, c] = cute.math.exp2(s_mn[r, c] * scale_log2 - rows[c], fastmath=True)
         words = cute.recast_tensor(acc_s, Int32)
         complete([words[i] for i in range(cute.size(words))])
-        products.store_p(utils.cvt_f16(acc_s, self.dtype), dst_idx=self._stage(tile, self.config.do_stages)[0])
+        products.store_ds(utils.cvt_f16(acc_s, self.dtype), dst_idx=self._p_stage(tile))
+        self._take(shared.delta, rows, self._stage(tile, self.config.q_stages)[0])
         stage, phase = self._stage(tile, self.config.ds_stages)
         cute.arch.mbarrier_wait(pipes.ds_empty + stage, phase ^ 1)
         warpgroup.wait_group(behind)  # dP is done
         for c in cutlass.range_constexpr(self.config.own_columns):
             for r in cutlass.range_constexpr(2):
-                dp_mn[r, c] = s_mn[r, c] * (dp_mn[r, c] * self._early(scale) - delta[c // 4][c % 4])
+                dp_mn[r, c] = s_mn[r, c] * (dp_mn[r, c] * self._early(scale) - rows[c])
         products.store_ds(utils.cvt_f16(acc_dp, self.dtype), dst_idx=stage)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self._hand_back(pipes.ds_full + stage)
+        cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
 
     @cute.jit
     def _add_quads(self, acc: cute.Tensor, target: cute.Tensor, place: Any, factor: Float32 | float) -> None:
