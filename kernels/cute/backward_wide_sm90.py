@@ -199,7 +199,8 @@ class BackwardWideSm90(BackwardSm90):
         turn, tile = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
-            for _ in cutlass.range(self._field(shared, turn, Field.TILES) * heads, unroll=1):
+            tiles = self._field(shared, turn, Field.TILES) * heads
+            for done in cutlass.range(tiles, unroll=1):
                 stage, phase = self._stage(tile, self.config.ds_stages)
                 cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
                 note = [shared.notes[i, tile % TILE_SLOTS] for i in range(3)]
@@ -207,9 +208,10 @@ class BackwardWideSm90(BackwardSm90):
                     acc = products[i](A_idx=stage, wg_wait=0)
                     if const_expr(i + 1 == len(products)):
                         self._hand_back(pipes.ds_empty + stage)  # the note has been read as well
+                        if done == tiles - 1:
+                            self._hand_back(pipes.k_empty)
                     self._add_quads(acc, dq, partial(tuple, (*note, self.part * i)), factor)
                 tile += 1
-            self._hand_back(pipes.k_empty)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)

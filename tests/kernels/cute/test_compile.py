@@ -11,6 +11,10 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("cutlass")
 
+from marble.kernels.cute.backward import config_of
+from marble.kernels.cute.binding import SHARED_BYTES, fitting
+from marble.kernels.cute.forward_sm90 import ForwardConfig
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPILE = {
     "forward": "forward_sm90.compile_forward",
@@ -22,6 +26,43 @@ CONFIGURATIONS = [(kind, dtype, dim) for kind in COMPILE for dtype in ("bfloat16
 
 def test_few_configurations_ship() -> None:
     assert len(CONFIGURATIONS) <= 24
+
+
+@pytest.mark.parametrize("bytes_over", [0, 1])
+def test_shared_memory_that_is_too_much_is_refused_before_a_launch(bytes_over: int) -> None:
+    class Storage:
+        @staticmethod
+        def size_in_bytes() -> int:
+            return SHARED_BYTES + bytes_over
+
+    if bytes_over:
+        with pytest.raises(ValueError, match=f"shared memory: a thread block has {SHARED_BYTES} bytes, got 232449"):
+            fitting(Storage)
+    else:
+        assert fitting(Storage) is Storage
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"head_dim": 96}, "compute 64, 128 and 256, got 96"),
+        ({"keys": 96}, "got 96"),
+        ({"q_columns": 160}, "q_columns: whole swizzle atoms of 64, at most 256, got 160"),
+        ({"math_registers": 248}, "registers: the kernel begins with 168"),
+    ],
+)
+def test_impossible_choices_are_refused(wrong: dict[str, int], message: str) -> None:
+    fine = {"head_dim": 256, "keys": 64, "q_columns": 128, "k_stages": 2, "v_stages": 2, "pieces": 1}
+    with pytest.raises(ValueError, match=message):
+        ForwardConfig(**fine | wrong)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_backward_registers_are_those_of_a_multiprocessor(head_dim: int) -> None:
+    config = config_of(head_dim)
+    rest = config.threads // 128 - 1 - config.groups
+    total = config.load_registers + config.groups * config.math_registers + rest * getattr(config, "dq_registers", 0)
+    assert total <= config.threads // 128 * (64 * 1024 // config.threads // 8 * 8)
 
 
 @pytest.mark.parametrize(("kind", "dtype", "head_dim"), CONFIGURATIONS)
