@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton")
 pytest.importorskip("cutlass")
 
 from marble.kernels.cute.backward import config_of
 from marble.kernels.cute.binding import SHARED_BYTES, fitting
 from marble.kernels.cute.forward_sm90 import ForwardConfig
 
+triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPILE = {
     "forward": "forward_sm90.compile_forward",
