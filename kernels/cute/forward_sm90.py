@@ -92,6 +92,8 @@ class ForwardConfig:
             raise ValueError(f"head_dim: the Hopper kernels compute 64, 128 and 256, got {self.head_dim}")
         if self.keys not in (64, 128):
             raise ValueError(f"keys: a tile of the lists has 128 or 2 × 64, got {self.keys}")
+        if self.q_columns < self.head_dim and self.keys == BLOCK:
+            raise ValueError("keys: a query tile that stays in shared memory takes two or more key tiles, so halves")
         if self.q_columns not in range(64, self.head_dim + 1, 64):
             raise ValueError(f"q_columns: whole swizzle atoms of 64, at most {self.head_dim}, got {self.q_columns}")
         if self.load_registers + 2 * self.math_registers > 504:
@@ -134,8 +136,8 @@ class Pipes(NamedTuple):
     its place; the loading and the mask warps wait for that. A unit without tiles says stop.
     ``q``, ``k``, ``v``: the dealing (``q``) or loading warp waits until all eight computing warps have released a
     stage, then fills it; they wait until its bytes have arrived. A key stage is released when its scores are complete,
-    a query tile when it has been read into registers, or else at the end of its unit. Every unit comes with its query
-    tile, except the one that says stop.
+    a query tile when it has been read into registers, or else with its unit's last key stage. Every unit comes with its
+    query tile, except the one that says stop.
     ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
     """
 
@@ -542,17 +544,23 @@ class ForwardSm90:
             softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
+            leave = None if const_expr(self.whole_q) else partial(release, pipes.q, q_state)
             for i in cutlass.range(1, self.splits * parts, unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, i % self.splits, begun, masked=True)
+                left = self.splits * (parts + full) - 1 - i
+                k_state, v_state, bits = step(k_state, v_state, bits, i % self.splits, begun, left, leave, masked=True)
                 begun = Boolean(True)
-            for _ in cutlass.range(self.splits * full - (1 if parts == 0 else 0), unroll=1):
-                k_state, v_state, bits = step(k_state, v_state, bits, Int32(0), begun, masked=False)
+            steps = self.splits * full - (1 if parts == 0 else 0)
+            for i in cutlass.range(steps, unroll=1):
+                left = steps - 1 - i
+                k_state, v_state, bits = step(k_state, v_state, bits, Int32(0), begun, left, leave, masked=False)
                 begun = Boolean(True)
 
             if const_expr(self.whole_q):
                 pipes.q.consumer_wait(q_state)
                 self.take_query(tools)
-            q_state = self.leave_query(pipes, q_state)
+                q_state = self.leave_query(pipes, q_state)
+            else:
+                q_state.advance()
             pipes.v.consumer_wait(v_state)
             weigh(v_state.index, begun)
             self.leave_statistics(tools, carried, mLSE, unit.index)
@@ -580,9 +588,11 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(self, scores, weigh, tools, acc_S, k_state, v_state, bits, split, begun, masked: cutlass.Constexpr):
+    def step(
+        self, scores, weigh, tools, acc_S, k_state, v_state, bits, split, begun, left, leave, masked: cutlass.Constexpr
+    ):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
-        if it has not ``begun``."""
+        if it has not ``begun``. If no tiles are ``left`` and the query tile is still in shared memory, ``leave`` it."""
         pipes = tools.pipes
         pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
         scores(k_state.index)
@@ -596,6 +606,9 @@ class ForwardSm90:
             if const_expr(piece == pieces - 1):
                 release(pipes.k, k_state)
                 k_state.advance()
+                if const_expr(leave is not None):  # noqa: SIM102 (known to the compiler, unlike the other)
+                    if left == 0:
+                        leave()
             if const_expr(masked):
                 masking.apply(acc_S, own, piece, pieces)
             tools.softmax.compare(acc_S, piece, pieces)
