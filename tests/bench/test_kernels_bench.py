@@ -325,6 +325,7 @@ def test_experiments_are_chosen_by_the_bars_that_need_them():
     )
     assert titles(["K3"]) == [f"masked: {whole}, d128", f"masked: {window}, d128"]
     assert titles(["K5"]) == []
+    assert titles(["K7"], (128, 256)) == [f"masked: {whole}, d256", f"masked: {window}, d256"]
     assert titles(["K9"], (64, 128)) == ["K9: d64", "K9: d128"]
     assert titles(["K11"]) == [f"online: {ring}, d128", "online: dense_causal, 2,048 tokens, d128"]
     assert titles(["steps"]) == [f"steps: {ring}, d128", "steps: gemma_docs, window 1024, 2,048 tokens, d128"]
