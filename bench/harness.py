@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -63,18 +64,30 @@ def write(
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "-m", f"bench.{bench}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"bench.{bench}", *_arguments()]),
         "rows": [asdict(row) for row in rows],
     }
     if left_out is not None:
-        record["left_out"] = list(left_out)
+        record["left_out"] = [reason.replace(sys.prefix, "…") for reason in left_out]
     path = folder / f"{'_'.join(filter(None, (bench, part)))}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return path
 
 
+def _arguments() -> list[str]:
+    """The command's arguments but the folder that it writes to, which is a matter of the machine."""
+    words = list(sys.argv[1:])
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return words
+
+
 def _commit() -> str | None:
-    """The commit that was measured, marked if code differs from it; None outside a checkout."""
+    """The commit that was measured, marked if code differs from it; None outside a checkout. ``MARBLE_COMMIT`` says
+    it where the files were copied without their history."""
+    if told := os.environ.get("MARBLE_COMMIT"):
+        return told
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import time
@@ -78,6 +79,8 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=timedelta(minutes=2))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("bench").setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
     settings = Settings(
         backend("cute"),
         torch.device("cuda", torch.cuda.current_device()),

@@ -1,9 +1,9 @@
 """Planning: how long a rank's plan takes, how it grows, and how even and how sparse what it plans is.
 
-``python -m bench.planning`` writes ``bench/results/planning.json``; with ``--gpu`` it measures S2, the same planning on a
-GPU, and writes ``planning_gpu.json``. Every plan is of a fresh layout and made without the cache; times are wall-clock
-times of one rank, each the best of five. Torch has one thread by default, as in a data loader's worker; large plans
-resolve the two orientations of their tiles on two.
+``python -m bench.planning`` writes ``bench/results/planning.json``; with ``--gpu`` it measures S2, the same planning on
+a GPU, and writes ``planning_gpu.json``. Every plan is of a fresh layout and made without the cache; times are
+wall-clock times of one rank, each the best of five. Torch has one thread by default, as in a data loader's worker;
+large plans resolve the two orientations of their tiles on two.
 """
 
 from __future__ import annotations

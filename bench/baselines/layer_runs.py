@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ from bench.harness import Row
 from marble.kernels.contract import Backend
 from marble.testing.exactness import Problem, error_ratios, reference
 from marble.workloads import WORKLOADS
+
+_log = logging.getLogger(__name__)
 
 DIFFERENT = 1e-2
 """Largest relative difference to one GPU's results; other roundings of bfloat16 are far below it."""
@@ -50,6 +53,7 @@ class Settings:
         refusals: dict[str, str] = {}
         baselines = (offer for each in (exchanged, context_parallel, usp) for offer in each.offers(case, inputs))
         for offer in (*of_ranks(case, inputs, self.kernels), *baselines):
+            _log.info("%s: %s", case.title, offer.name)
             answer = "left out by --skip" if offer.name.startswith(self.skip or ("\0",)) else offer.accepted()
             if isinstance(answer, str):
                 if ours(offer.name) and not answer.startswith(("ValueError:", "left out")):
