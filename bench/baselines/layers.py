@@ -5,6 +5,7 @@ Marble's schedules are run by the executor itself, without autograd around it: o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from marble.testing.exactness import RESULTS, Problem
 TRANSPORTS = ("nvshmem", "nccl_rma", "torch_dist")
 ONE, PER_STEP = "one GPU", "ring, torch_dist, rounded at every step"
 """The second merges by PyTorch operations, for which the host waits: its error is of interest, its time a bound."""
+_SMALL = 1 << 29
+"""Values of a set that may profit from being read a moment ago: 1 GiB of bfloat16, many times any L2 cache."""
 _HOST_CYCLES = 40_000_000
 """Clock cycles of the GPU that it idles for, about 20 ms: longer than the host takes to ask for a layer."""
 
@@ -49,14 +52,15 @@ class Inputs:
     _dealt: dict[bytes, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def random(cls, case: Case, device: torch.device, sets: int = 2) -> Inputs:
-        """Normally distributed ones in bfloat16; the output gradient differs in size between tokens."""
+    def random(cls, case: Case, device: torch.device) -> Inputs:
+        """Normally distributed ones in bfloat16; the output gradient differs in size between tokens. Two sets if an L2
+        cache might hold one."""
         make, shape = torch.Generator(device).manual_seed(1), case.shape
         heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
         sizes = torch.linspace(0.5, 2, case.tokens, device=device, dtype=torch.bfloat16)[:, None, None]
         found = []
-        for _ in range(sets):
-            size = [(case.tokens, h, shape.head_dim) for h in heads]
+        size = [(case.tokens, h, shape.head_dim) for h in heads]
+        for _ in range(1 if sum(map(math.prod, size)) > _SMALL else 2):
             q, k, v, dout = (torch.randn(s, generator=make, device=device, dtype=torch.bfloat16) for s in size)
             found.append((q, k, v, dout.mul_(sizes)))
         return cls(found)
