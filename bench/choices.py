@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from bench.baselines.calls import Case
 from bench.baselines.choices import CHUNKED, Settings, cases, key
-from bench.baselines.judging import judged, missed
 from bench.baselines.layers import milliseconds
 from bench.harness import RESULTS, head, write
 from marble import AttentionShape
@@ -124,6 +123,8 @@ def on_gpus(given: argparse.Namespace) -> int:
 
 def judge(path: Path, out: Path) -> int:
     """Fit, judge, print, write."""
+    from bench.baselines.judging import judged, missed  # it needs SciPy, which machines that measure need not have
+
     raw = json.loads(path.read_text())
     rows = judged(raw)
     for row in rows:

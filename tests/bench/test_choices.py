@@ -1,6 +1,8 @@
 """`bench.choices`: measured on two gloo processes, and judged on measurements whose truth is known."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -124,6 +126,12 @@ def test_measurements_are_judged(measured: Any, tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "choices.json").read_text())
     assert {row["bar"] for row in kept["rows"]} == {"C1", "constants", "tau"}
     assert "over torch_dist" in kept["left_out"][0]
+
+
+def test_measuring_needs_no_scipy() -> None:
+    code = "import sys; sys.modules['scipy'] = None; import bench.choices, bench.replay"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=120)
 
 
 def test_cases_are_many_different_and_shuffled() -> None:
