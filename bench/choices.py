@@ -88,11 +88,12 @@ def told(record: dict[str, Any]) -> str:
     if "chunks" in record:
         return f"{record['chunks']} chunks of each rank, {record['ms']:.2f} ms"
     ms, refused = record["ms"], record["refused"]
+    broken = {name: why for name, why in refused.items() if not why.startswith("ValueError")}
+    said = f"{len(ms)} strategies, {len(refused)} refused{f', some by accident: {broken}' if broken else ''}"
     if not ms:
-        return f"all refused: {refused}"
+        return said
     best, worst = (which(ms, key=ms.__getitem__) for which in (min, max))
-    spread = f"{best} {ms[best]:.2f} ms to {worst} {ms[worst]:.2f} ms"
-    return f"{len(ms)} strategies, {spread}, {len(refused)} refused"
+    return f"{said}, {best} {ms[best]:.2f} ms to {worst} {ms[worst]:.2f} ms"
 
 
 def say(text: str) -> None:
