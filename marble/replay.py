@@ -25,8 +25,8 @@ from marble.kernels.contract import Backend, accumulation_dtype
 
 _LOG_SUM = 8.0
 """A log-sum-exp for made-up rows: that of some thousand keys."""
-_LEAST_LEAD, _MOST_LEAD = 0.03, 0.25
-"""Seconds that a GPU idles before a pass; as long as the host takes to ask for it, with a margin."""
+_LEAST_LEAD, _MOST_LEAD = 0.01, 0.25
+"""Seconds that a GPU idles before a pass: what the host took to ask for the one before, with a margin, in bounds."""
 _CYCLES = 2e9
 """Clock cycles of a second, about."""
 
@@ -212,7 +212,7 @@ def replay_rank(
         drive(executor.backward(schedule, backend, q, k, v, out, lse, dout, scale=shape.softmax_scale), back)
         back.end()
         clocks.append((ahead, back))
-        lead = min(max(lead, 1.5 * ahead.host, 1.5 * back.host), _MOST_LEAD)
+        lead = min(max(_LEAST_LEAD, 1.5 * ahead.host, 1.5 * back.host), _MOST_LEAD)
     forward, backward = ([pair[which] for pair in clocks[warmup:]] for which in range(2))
     return RankReplay(rank, _steps(forward), _steps(backward), _nbytes(schedule, shape.head_dim, dtype))
 

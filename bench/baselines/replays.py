@@ -136,7 +136,7 @@ class Settings:
         every = role in (PTRR, CONTIGUOUS)
         budget, most = (4 * self.budget, strategy.ranks) if every else (self.budget, self.most)
         ranks = min(max(int(budget / seconds), 1), most)
-        runs = min(max(int(budget / seconds / ranks), 1), 6)
+        runs = min(max(int(budget / seconds / ranks), 1), 2 if every else 6)
         return ranks, max(runs - 1, 1), int(runs > 1)
 
     @property

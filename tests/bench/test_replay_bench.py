@@ -139,6 +139,7 @@ def test_time_is_shared_out() -> None:
     assert settings.runs(PICKED, strategy, 1.1) == (2, 1, 0)
     assert settings.runs(PICKED, strategy, 9.0) == (1, 1, 0)
     assert settings.runs(CONTIGUOUS, strategy, 0.25) == (32, 1, 0)
+    assert settings.runs(PTRR, strategy, 0.004) == (32, 1, 1)
 
 
 def test_rows_stand_beside_the_seed_for_the_mean_pack() -> None:
