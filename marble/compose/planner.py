@@ -80,7 +80,7 @@ def plan(
             layout's modes. Padding stays invisible.
         tracks: further integer tracks [tokens] by name, for ``mask``.
         device: where to plan, and where the tile lists will lie. The plan is the same; a data loader's worker plans on
-            the CPU.
+            the CPU, and so does every plan with chunks or dense calls, whatever the device.
 
     Raises:
         TypeError, ValueError: if an argument is not what it must be; the message names it.
@@ -239,7 +239,9 @@ def _choose(
 
 def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None) -> Plan:
     layers, names, block, ulysses = request.layers, request.names, request.block, request.ulysses
-    masks = _stored_masks(request.layout, layers, mask, tracks, request.device)
+    # What dense calls can express is looked at span by span, by the host.
+    on_host = request.order == "chunks" or "chunked" in names
+    masks = _stored_masks(request.layout, layers, mask, tracks, torch.device("cpu") if on_host else request.device)
     try:
         groups = ORDERS[request.order](masks, request.world // ulysses, block)
     except NotDenseError as error:
