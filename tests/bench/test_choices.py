@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from bench.baselines.calls import DENSE_CAUSAL, Case
 from bench.baselines.choices import CHUNKED, Chunked, Settings, as_record, cases, digest, key, of_record, strategies
-from bench.baselines.judging import ALWAYS, CLOSE_RUNS, FEWEST_CASES, PICK, START, Judged, fitted, judged, missed
+from bench.baselines.fitting import START, Judged, fitted
+from bench.baselines.judging import ALWAYS, CLOSE_RUNS, FEWEST_CASES, PICK, judged, missed
 from bench.baselines.layers import Inputs, Layer, alone, differences, whole
 from bench.choices import judge, measure
 from bench.harness import Row, head
@@ -101,6 +102,10 @@ def test_every_strategy_is_measured_and_right(measured: Any) -> None:
     assert set(window["ms"]) | set(window["refused"]) == names
     assert all("chunks" in name and why.startswith("ValueError") for name, why in window["refused"].items())
     assert len(window["refused"]) == 4
+    for case in (pack, window):
+        fastest = case["replay"]["strategy"]
+        assert case["ms"][fastest] == min(case["ms"].values())
+        assert 0.1 < case["replay"]["ms"] / case["ms"][fastest] < 10
 
 
 def test_what_is_measured_is_kept_case_by_case(measured: Any) -> None:
@@ -124,7 +129,12 @@ def test_measurements_are_judged(measured: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps(raw))
     assert judge(path, tmp_path) == 1
     kept = json.loads((tmp_path / "choices.json").read_text())
-    assert {row["bar"] for row in kept["rows"]} == {"C1", "constants", "tau"}
+    assert {row["bar"] for row in kept["rows"]} == {"C1", "constants", "tau", "replay"}
+    layers = [row for row in kept["rows"] if row["metric"] == "layer, replay"]
+    assert len(layers) == 2 + 2
+    assert all(row["ratio"] == pytest.approx(row["value"] / row["baseline_value"]) for row in layers)
+    most = next(row["value"] for row in kept["rows"] if row["metric"] == "replay over measured, most")
+    assert most == max(row["ratio"] for row in layers)
     assert "over torch_dist" in kept["left_out"][0]
 
 
