@@ -122,9 +122,11 @@ def on_gpus(given: argparse.Namespace) -> int:
     return 0
 
 
-def judge(path: Path, out: Path) -> int:
-    """Fit, judge, print, write."""
-    from bench.baselines.judging import judged, missed  # it needs SciPy, which machines that measure need not have
+def judge(path: Path, out: Path, profile: Path | None = None) -> int:
+    """Fit, judge, print, write; and write a profile of what fits all cases, if a file for it is named."""
+    # They need SciPy, which machines that measure need not have.
+    from bench.baselines.fitting import Judged, fitted
+    from bench.baselines.judging import judged, missed
 
     raw = json.loads(path.read_text())
     rows = judged(raw)
@@ -133,6 +135,8 @@ def judge(path: Path, out: Path) -> int:
         print(f"{row.bar} {row.case}: {row.metric}: {row.value:.4g} {row.unit}{beside}")
     measured = f"measured on {raw['gpu']}, {raw['ranks']} ranks over {raw['transport']}, {raw['date']}, {raw['commit']}"
     write("choices", rows, out, left_out=[measured, *raw["left_out"]])
+    if profile is not None:
+        profile.write_text(fitted([Judged.of(record, raw["ranks"]) for record in raw["cases"]]).dump())
     short = missed(rows)
     print(f"missed: {short}" if short else "no bar missed")
     return 1 if short else 0
@@ -142,13 +146,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, or judge what was measured."""
     parser = argparse.ArgumentParser(prog="bench.choices", description=__doc__)
     parser.add_argument("--judge", type=Path, help="judge this file of measurements instead of measuring")
+    parser.add_argument("--profile", type=Path, help="with --judge: write a profile fitted to all cases to this file")
     parser.add_argument("--cases", type=int, help="at most so many; any beginning is a sample of all")
     parser.add_argument("--repeats", type=int, default=3, help="timed layers of each strategy")
     parser.add_argument("--transport", default="nvshmem", help="what carries the transfers")
     parser.add_argument("--seconds", type=float, default=420, help="after which no further case begins")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
-    return judge(given.judge, given.out) if given.judge else on_gpus(given)
+    return judge(given.judge, given.out, given.profile) if given.judge else on_gpus(given)
 
 
 if __name__ == "__main__":

@@ -109,8 +109,12 @@ def fitted(cases: Sequence[Judged]) -> Profile:
 
     count = 2 * len(dims) + len(SCALARS)
     found = least_squares(wrong, np.zeros(count), bounds=(-_FARTHEST, _FARTHEST), diff_step=1e-3, xtol=1e-5, ftol=1e-5)
-    profile = _scaled(start, dims, np.exp(found.x))
-    return replace(profile, machine=f"fitted to {len(cases)} layers of two ranks", sources=())
+    fitted_to = f"fitted to {len(cases)} layers of two ranks"
+    rates = [f"{name}.{dim}" for name in ("forward_rate", "backward_rate") for dim in dims]
+    sources = dict(start.sources) | dict.fromkeys(
+        (*rates, *SCALARS), f"{fitted_to}, least squares of the relative error"
+    )
+    return replace(_scaled(start, dims, np.exp(found.x)), machine=fitted_to, sources=tuple(sources.items()))
 
 
 def _scaled(start: Profile, dims: Sequence[int], factors: np.ndarray) -> Profile:

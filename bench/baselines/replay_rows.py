@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from bench.baselines.replays import CONTIGUOUS, GATHER, MI, PICKED, PTRR, ULYSSES_GATHER, Answer, Case
+from bench.baselines.replays import (
+    CHUNKED,
+    CONTIGUOUS,
+    FETCH,
+    GATHER,
+    MI,
+    PICKED,
+    PTRR,
+    ULYSSES_GATHER,
+    WHOLE,
+    Answer,
+    Case,
+)
 from bench.harness import Row
 from marble.replays import Replay
 
@@ -13,6 +25,8 @@ PAPER = {(MI, 32): (407, 4.8), (2 * MI, 32): (1015, 9.0), (4 * MI, 32): (1861, 1
 LEAST_SHARE = 0.85
 """C2: of the busiest rank's compute what its legal pairs take at the kernels' rates."""
 GATHERS = (GATHER, ULYSSES_GATHER)
+TAKES, TABLE = {"bagel_long": CHUNKED}, ", as the seed's table"
+"""What the seed's table of strategies takes: for long dense generation the chunked ring, else the sparse all-to-all."""
 LEAST, SEED, MEMORY = "least", "the seed, H100, a pack of its own", "memory of a rank: picked"
 
 
@@ -44,8 +58,9 @@ def _beside(case: Case, picked: Answer, found: Mapping[str, Answer]) -> Iterator
     """The picked strategy beside the others, and beside the seed's."""
     title, gib = f"{case.title}: {picked.expected.strategy}", picked.nbytes / 2**30
     for role, answer in found.items():
-        if role not in (PICKED, PTRR, CONTIGUOUS):
-            bar, other = "C2" if role in GATHERS else "C3", f"{role}: {answer.expected.strategy}"
+        if role not in (PICKED, *WHOLE):
+            bar = "C2" if role in GATHERS else "C3"
+            other = f"{role}{TABLE if role == TAKES.get(case.name, FETCH) else ''}: {answer.expected.strategy}"
             yield from _layers(bar, title, "layer, replay: picked", picked, other, answer)
             yield _compared(bar, title, MEMORY, gib, "GiB", other, answer.nbytes / 2**30)
     if case.name == "bagel_long" and (case.tokens, case.ranks) in PAPER and picked.found is not None:

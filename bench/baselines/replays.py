@@ -31,7 +31,9 @@ from marble.workloads import WORKLOADS, build
 MI = 1024 * 1024
 PICKED, GATHER, ULYSSES_GATHER = "picked", "all-gather", "Ulysses + all-gather"
 RING, CHUNKED, FETCH = "ring", "chunked ring", "sparse all-to-all"
-PTRR, CONTIGUOUS = "ring on ptrr", "ring on contiguous"
+PTRR, CONTIGUOUS = WHOLE = "ring on ptrr", "ring on contiguous"
+"""Contiguous shards differ so much that few ranks say little of the layer; what they are compared with is looked at in
+the same way."""
 _NAMED = {RING: "ring", CHUNKED: "chunked", FETCH: "sparse_a2a"}
 
 
@@ -88,7 +90,7 @@ class Case:
         ranked = planner.ranking(self.layout, self.shape, self.ranks, profile)
         found = {}
         for role in self.roles:
-            if role in (PTRR, CONTIGUOUS):
+            if role in WHOLE:
                 found[role] = Strategy(self.ranks, "ring", role.rpartition(" ")[2])
             elif best := next((candidate for candidate in ranked if _plays(candidate, role)), None):
                 found[role] = Strategy(self.ranks, best.schedules[0], best.order, best.ulysses)
@@ -131,9 +133,9 @@ class Settings:
     def runs(self, role: str, strategy: Strategy, seconds: float) -> tuple[int, int, int]:
         """Ranks, timed runs and runs before them, for a rank that takes so long; one of each where time is short.
 
-        Shards of contiguous tokens differ so much that all ranks are wanted, of those on ptrr too.
+        Of some roles (`WHOLE`) as many ranks are wanted as time allows.
         """
-        every = role in (PTRR, CONTIGUOUS)
+        every = role in WHOLE
         budget, most = (4 * self.budget, strategy.ranks) if every else (self.budget, self.most)
         ranks = min(max(int(budget / seconds), 1), most)
         runs = min(max(int(budget / seconds / ranks), 1), 2 if every else 6)
@@ -166,12 +168,16 @@ class Answer:
 
 
 def answers(case: Case, settings: Settings) -> Iterator[tuple[str, Answer]]:
-    """Replay every role of a case."""
+    """Replay every role of a case; roles that have one strategy share its replay."""
+    found: dict[tuple[Strategy, bool], Answer] = {}
     for role, strategy in case.strategies(settings.profile).items():
-        expected = Expected.of(case.layout, case.shape, strategy, settings.profile)
-        yield role, _answer(case, role, expected, settings)
-        if settings.device.type == "cuda":
-            torch.cuda.empty_cache()
+        what = strategy, role in WHOLE
+        if what not in found:
+            expected = Expected.of(case.layout, case.shape, strategy, settings.profile)
+            found[what] = _answer(case, role, expected, settings)
+            if settings.device.type == "cuda":
+                torch.cuda.empty_cache()
+        yield role, found[what]
 
 
 def _answer(case: Case, role: str, expected: Expected, settings: Settings) -> Answer:

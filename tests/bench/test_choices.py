@@ -23,6 +23,7 @@ from bench.choices import judge, measure
 from bench.harness import Row, head
 from marble import AttentionShape
 from marble.comm.choice import connect
+from marble.cost.profile import Profile
 from marble.kernels.launch import backend
 from marble.order.chunks import RANGE_COST, chunks
 from marble.replays import Strategy
@@ -127,7 +128,11 @@ def test_measurements_are_judged(measured: Any, tmp_path: Path) -> None:
     for case in raw["cases"]:
         case["shape"]["head_dim"] = 64
     path.write_text(json.dumps(raw))
-    assert judge(path, tmp_path) == 1
+    assert judge(path, tmp_path, tmp_path / "fitted.toml") == 1
+    profile = Profile.load(tmp_path / "fitted.toml")
+    assert profile.machine == "fitted to 2 layers of two ranks"
+    assert dict(profile.sources)["step"].startswith("fitted to 2 layers")
+    assert dict(profile.sources)["forward_rate.128"] == dict(START.sources)["forward_rate.128"]
     kept = json.loads((tmp_path / "choices.json").read_text())
     assert {row["bar"] for row in kept["rows"]} == {"C1", "constants", "tau", "replay"}
     layers = [row for row in kept["rows"] if row["metric"] == "layer, replay"]

@@ -113,7 +113,10 @@ def test_every_role_is_replayed(tmp_path: Path) -> None:
     assert layers[f"{GATHER}, replay: layer"].case.endswith("8×1")
     assert not layers[f"{ULYSSES_GATHER}, replay: layer"].case.endswith("8×1")
     beside = {row.baseline.partition(":")[0] for row in found if row.metric == "layer, replay: picked"}
-    assert beside == {RING, CHUNKED, FETCH, GATHER, ULYSSES_GATHER}
+    assert beside == {RING, CHUNKED, f"{FETCH}, as the seed's table", GATHER, ULYSSES_GATHER}
+    (alike,) = (row for row in found if row.metric == "layer, replay: picked" and row.baseline.startswith(FETCH))
+    assert alike.case.rpartition(": ")[2] == alike.baseline.rpartition(": ")[2]
+    assert alike.ratio == 1.0  # what is picked is the sparse all-to-all, replayed once
     assert [row.baseline for row in found if row.metric == "layer, replay: ring on ptrr"] == [CONTIGUOUS]
     record = read(tmp_path / "replay_small.json")
     assert record.replayed
