@@ -129,7 +129,8 @@ class Settings:
     def measured(self, case: Case) -> dict[str, Any]:
         """A case and the milliseconds of all its strategies, as JSON has it."""
         layers, refused = self.accepted(case)
-        record = as_record(case) | {"ms": self.clock(layers), "refused": refused}
+        parts = {name: pieces(layer) for name, layer in layers.items()}
+        record = as_record(case) | {"ms": self.clock(layers), "pieces": parts, "refused": refused}
         if layers:
             fastest = [min(layers, key=record["ms"].__getitem__)]
             dist.broadcast_object_list(fastest)
@@ -197,6 +198,13 @@ class Chunked:
         split = HeadSplit(case.shape.heads, case.shape.kv_heads, 1)
         schedules = build("chunked", order, order, self.mask, BLOCK, split, (rank,))
         return Plan(order, (case.shape,), ("chunked",), (schedules,), rank, BLOCK, 1, (self.mask,))
+
+
+def pieces(layer: Layer) -> int:
+    """Transfers and sums of a rank's layer, each of which takes a launch of its own; the estimate knows bytes only."""
+    assert isinstance(layer, Ours)
+    schedule = layer.plan.schedules[0][layer.rank]
+    return sum(len(step.transfers) + len(step.adds) for step in (*schedule.forward.steps, *schedule.backward.steps))
 
 
 def as_record(case: Case) -> dict[str, Any]:

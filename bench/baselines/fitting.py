@@ -39,11 +39,13 @@ class Judged:
         case: the layer.
         ms: measured milliseconds of its strategies.
         loads: the estimates of these.
+        pieces: their transfers and sums.
     """
 
     case: Case
     ms: Mapping[Strategy, float]
     loads: Mapping[Strategy, Estimate]
+    pieces: Mapping[Strategy, int]
 
     @classmethod
     def of(cls, record: Mapping[str, Any], ranks: int) -> Judged:
@@ -58,7 +60,8 @@ class Judged:
         }
         of = {each: found[each.order, each.ulysses].get(each.schedule) for each in measured}
         loads = {each: estimate for each, estimate in of.items() if estimate is not None}
-        return cls(case, {strategy: record["ms"][str(strategy)] for strategy in loads}, loads)
+        ms, pieces = ({each: record[name][str(each)] for each in loads} for name in ("ms", "pieces"))
+        return cls(case, ms, loads, pieces)
 
     @property
     def best(self) -> float:

@@ -72,9 +72,11 @@ def _picks(picks: Sequence[tuple[Judged, Strategy]]) -> Iterator[Row]:
         yield Row("C1", case, metric, mine, "", f"{ALWAYS} {rule}", always, mine / always)
     for each, pick in some:
         fastest = min(each.ms, key=lambda strategy: each.ms[strategy])
-        yield Row(
-            "C1", f"{key(each.case)}: {pick}", PICK, each.ms[pick], "ms", str(fastest), each.best, each.over(pick)
-        )
+        case, other = f"{key(each.case)}: {pick}", str(fastest)
+        yield Row("C1", case, PICK, each.ms[pick], "ms", other, each.best, each.over(pick))
+        if each.over(pick) > min(WITHIN):
+            mine, least = each.pieces[pick], each.pieces[fastest]
+            yield Row("C1", case, "transfers and sums of a pick that is farther off", mine, "", other, least)
 
 
 def _constants(profiles: Sequence[Profile]) -> Iterator[Row]:

@@ -103,6 +103,7 @@ def test_every_strategy_is_measured_and_right(measured: Any) -> None:
     assert set(window["ms"]) | set(window["refused"]) == names
     assert all("chunks" in name and why.startswith("ValueError") for name, why in window["refused"].items())
     assert len(window["refused"]) == 4
+    assert pack["pieces"]["ring, contiguous, 1×2"] > pack["pieces"]["ring, ptrr, 2×1"] == 2 * 1 + 2 * 2 + 1
     for case in (pack, window):
         fastest = case["replay"]["strategy"]
         assert case["ms"][fastest] == min(case["ms"].values())
@@ -179,7 +180,8 @@ def test_c_of_given_chunks_is_that_of_the_order() -> None:
 
 def known(case: Case, noise: np.random.Generator, size: float = 0.01) -> dict[str, Any]:
     """A case as if it had been measured where the true constants hold."""
-    record = as_record(case) | {"ms": {str(each): 1.0 for each in strategies(2, case.shape.heads)}}
+    names = [str(each) for each in strategies(2, case.shape.heads)]
+    record = as_record(case) | {"ms": dict.fromkeys(names, 1.0), "pieces": dict.fromkeys(names, 2)}
     found = Judged.of(record, 2).predicted(TRUTH)
     return record | {
         "ms": {str(each): ms * float(np.exp(size * noise.standard_normal())) for each, ms in found.items()}
@@ -236,7 +238,10 @@ def test_picks_of_a_wrong_model_miss(synthetic: dict[str, Any]) -> None:
     for record in synthetic["cases"]:
         times = noise.permutation(list(record["ms"].values())).tolist()
         shuffled.append(record | {"ms": dict(zip(record["ms"], times, strict=True))})
-    short = missed(judged(synthetic | {"cases": shuffled}))
+    rows = judged(synthetic | {"cases": shuffled})
+    far = [row.case for row in rows if row.metric.startswith("transfers and sums")]
+    assert far == [row.case for row in rows if row.metric == PICK and row.ratio > 1.05] != []
+    short = missed(rows)
     assert {"picks within 10% of the fastest", "picks within 5% of the fastest"} <= {
         text.removeprefix("C1 ").partition(":")[0] for text in short
     }
