@@ -20,7 +20,7 @@ from bench.baselines.fitting import START, Judged, fitted
 from bench.baselines.judging import ALWAYS, CLOSE_RUNS, FEWEST_CASES, PICK, judged, missed
 from bench.baselines.layers import Inputs, Layer, alone, differences, whole
 from bench.choices import judge, measure
-from bench.harness import Row, head
+from bench.harness import head
 from marble import AttentionShape
 from marble.comm.choice import connect
 from marble.cost.profile import Profile
@@ -198,10 +198,6 @@ def synthetic() -> dict[str, Any]:
         for k in (2, 16, 64)
     ]
     return {"ranks": 2, "cases": [known(case, noise) for case in PACKS], "chunked": runs}
-
-
-def rows_of(raw: dict[str, Any], bar: str, metric: str) -> list[Row]:
-    return [row for row in judged(raw) if row.bar == bar and row.metric.startswith(metric)]
 
 
 def test_constants_are_found_where_they_hold(synthetic: dict[str, Any]) -> None:
