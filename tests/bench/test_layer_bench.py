@@ -90,7 +90,7 @@ def worker(_rank: int) -> dict[str, Any]:
         inputs = Inputs.random(case, CPU)
         single = alone(case, inputs, backend("reference"))
         expected = [whole(Turned(single, turn), case.tokens) for turn in range(2)]
-        found["ours"] |= {(case.name, *key): answer for key, answer in our_answers(case, inputs, expected[0])}
+        found["ours"] |= {(case.name, *key): answer for key, answer in our_answers(case, inputs, expected)}
         for name, layer in public_schemes(case, inputs):
             for turn in range(2):
                 found["public"][case.name, name, turn] = differences(Turned(layer, turn), expected[turn])
@@ -101,16 +101,19 @@ def worker(_rank: int) -> dict[str, Any]:
     return found | {"bench": whole_bench()}
 
 
-def our_answers(case: Case, inputs: Inputs, expected: dict[str, Tensor]) -> Iterator[tuple[Any, Any]]:
-    """Differences to one rank, by contender and whether its transfers are left out; or why it refuses."""
+def our_answers(case: Case, inputs: Inputs, expected: list[dict[str, Tensor]]) -> Iterator[tuple[Any, Any]]:
+    """Differences to one rank, by contender and whether its transfers are left out, then on the inputs that they were
+    kept of and on others; or why it refuses."""
     for offer in of_ranks(case, inputs, backend("reference"), ["torch_dist", "nvshmem"]):
         layer = offer.accepted()
         if isinstance(layer, str):
             yield (offer.name, "refused"), layer
         else:
             assert isinstance(layer, Ours)
-            yield (offer.name, "whole"), differences(layer, expected)
-            yield (offer.name, "silent"), differences(layer.silent(), expected)
+            yield (offer.name, "whole"), differences(layer, expected[0])
+            silent = layer.silent()
+            for turn, name in enumerate(("kept", "silent")):
+                yield (offer.name, name), differences(Turned(silent, turn), expected[turn])
 
 
 def public_schemes(case: Case, inputs: Inputs) -> Iterator[tuple[str, Layer]]:
@@ -146,6 +149,7 @@ def test_every_schedule_agrees_with_one_rank_and_needs_its_transfers(answers: An
             else:
                 assert tuple(answers["ours"][case.name, name, "whole"]) == RESULTS
                 assert max(answers["ours"][case.name, name, "whole"].values()) <= DIFFERENT
+                assert max(answers["ours"][case.name, name, "kept"].values()) <= DIFFERENT
                 assert max(answers["ours"][case.name, name, "silent"].values()) > DIFFERENT
 
 
