@@ -63,11 +63,12 @@ class Expected:
         """
         order, degree, node = strategy.order, strategy.ulysses, profile.gpus_per_node
         found = estimates(layout, layer, strategy.ranks, order=order, ulysses=degree, gpus_per_node=node)
-        # One group moves nothing: its estimate has one name.
-        name = strategy.schedule if strategy.ulysses < strategy.ranks else "ring"
-        if name not in found:
-            raise ValueError(f"schedule: this layer cannot be {name!r} under the order {strategy.order!r}")
-        return cls.priced(strategy, found[name], profile, layer.head_dim)
+        if strategy.schedule not in found:
+            where = f"under the order {strategy.order!r}"
+            if strategy.ulysses == strategy.ranks:
+                where = "where all ranks share heads, so that nothing moves between groups; use 'ring'"
+            raise ValueError(f"schedule: this layer cannot be {strategy.schedule!r} {where}")
+        return cls.priced(strategy, found[strategy.schedule], profile, layer.head_dim)
 
     @classmethod
     def priced(cls, strategy: Strategy, found: Estimate, profile: Profile, head_dim: int) -> Expected:

@@ -124,6 +124,8 @@ def test_impossible_strategies_are_refused() -> None:
         Expected.of(LAYOUT, SHAPE, Strategy(4, "chunked", "ptrr"), CLUSTER)
     with pytest.raises(ValueError, match="cannot be 'chunked' under the order 'chunks'"):
         Expected.of(LAYOUT, windowed, Strategy(4, "chunked", "chunks"), CLUSTER)
+    with pytest.raises(ValueError, match="cannot be 'all_gather' where all ranks share heads"):
+        Expected.of(LAYOUT, SHAPE, Strategy(4, "all_gather", "contiguous", 4), CLUSTER)
     with pytest.raises(ProfileError, match="no bandwidth between nodes"):
         Expected.of(LAYOUT, SHAPE, Strategy(16, "ring", "ptrr"), NODE)
 
