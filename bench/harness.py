@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,20 +59,24 @@ def write(
         left_out: what was not measured, and why.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
+    record = head(bench) | {"rows": [asdict(row) for row in rows]}
+    if left_out is not None:
+        record["left_out"] = [reason.replace(sys.prefix, "…") for reason in left_out]
+    path = folder / f"{'_'.join(filter(None, (bench, part)))}.json"
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def head(bench: str) -> dict[str, Any]:
+    """Where, when and how a bench runs."""
+    return {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": " ".join(["python", "-m", f"bench.{bench}", *_arguments()]),
-        "rows": [asdict(row) for row in rows],
     }
-    if left_out is not None:
-        record["left_out"] = [reason.replace(sys.prefix, "…") for reason in left_out]
-    path = folder / f"{'_'.join(filter(None, (bench, part)))}.json"
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    return path
 
 
 def _arguments() -> list[str]:

@@ -34,6 +34,7 @@ SECTIONS = {
     "chunks": "Chunks of the chunked ring",
     "fetch": "Keys fetched by the sparse all-to-all",
     "selection": "Selection of the strategy",
+    "choices": "Choices against measurements",
     "replay": "Replays",
 }
 """Titles of the benches, in the order of the page. Parts of a bench (``layer_qwen_video``) come with it, and other

@@ -269,7 +269,7 @@ class Ours:
 
 def alone(case: Case, inputs: Inputs, kernels: Backend) -> Ours:
     """The whole layer on this rank's GPU."""
-    return _ours(marble.plan(case.layout, case.shape, ranks=1), 0, inputs, kernels, Alone())
+    return on_rank(marble.plan(case.layout, case.shape, ranks=1), 0, inputs, kernels, Alone())
 
 
 def of_ranks(case: Case, inputs: Inputs, kernels: Backend, transports: Sequence[str] = TRANSPORTS) -> Iterator[Offer]:
@@ -285,12 +285,13 @@ def _of_group(case: Case, inputs: Inputs, kernels: Backend, schedule: str, trans
     assert group is not None
     named, degree = ("ring", group.size()) if schedule == "ulysses" else (schedule, 1)
     plan = marble.plan(case.layout, case.shape, group=group, schedule=named, ulysses=degree)
-    return _ours(plan, group.rank(), inputs, kernels, connect(transport, group, inputs.device))
+    return on_rank(plan, group.rank(), inputs, kernels, connect(transport, group, inputs.device))
 
 
-def _ours(plan: Plan, rank: int, inputs: Inputs, kernels: Backend, connection: Any) -> Ours:
+def on_rank(plan: Plan, rank: int, inputs: Inputs, kernels: Backend, connection: Any) -> Ours:
+    """A rank's part of a plan's only layer."""
     kernels.prepare(plan.schedules_on(inputs.device)[0][rank].works)
-    return Ours(plan, rank, inputs.of(plan.index), kernels, connection)
+    return Ours(plan, rank, inputs.of(plan.index.cpu()), kernels, connection)
 
 
 def whole(layer: Layer, tokens: int) -> dict[str, Tensor]:
