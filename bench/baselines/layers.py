@@ -52,15 +52,15 @@ class Inputs:
     _dealt: dict[bytes, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def random(cls, case: Case, device: torch.device) -> Inputs:
-        """Normally distributed ones in bfloat16; the output gradient differs in size between tokens. Two sets if an L2
-        cache might hold one."""
+    def random(cls, case: Case, device: torch.device, sets: int | None = None) -> Inputs:
+        """Normally distributed ones in bfloat16; the output gradient differs in size between tokens. By default two
+        sets if an L2 cache might hold one."""
         make, shape = torch.Generator(device).manual_seed(1), case.shape
         heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
         sizes = torch.linspace(0.5, 2, case.tokens, device=device, dtype=torch.bfloat16)[:, None, None]
         found = []
         size = [(case.tokens, h, shape.head_dim) for h in heads]
-        for _ in range(1 if sum(map(math.prod, size)) > _SMALL else 2):
+        for _ in range(sets or (1 if sum(map(math.prod, size)) > _SMALL else 2)):
             q, k, v, dout = (torch.randn(s, generator=make, device=device, dtype=torch.bfloat16) for s in size)
             found.append((q, k, v, dout.mul_(sizes)))
         return cls(found)
