@@ -28,6 +28,7 @@ SECTIONS = {
     "kernels": "Kernels: one call on one GPU",
     "kernels_log": "Kernels: the log of attempts",
     "layer": "Layers: forward and backward on one and two GPUs",
+    "node": "All GPUs of a host: errors and scaling",
     "demo": "Accuracy",
     "planning": "Planning",
     "balance": "Balance",

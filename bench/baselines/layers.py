@@ -32,6 +32,7 @@ from marble.kernels.rounded import PerStepRounding
 from marble.testing.exactness import RESULTS, Problem
 
 TRANSPORTS = ("nvshmem", "nccl_rma", "torch_dist")
+SCHEDULES = ("ring", "sparse_a2a", "chunked")
 ONE, PER_STEP = "one GPU", "ring, torch_dist, rounded at every step"
 """The second merges by PyTorch operations, for which the host waits: its error is of interest, its time a bound."""
 _SMALL = 1 << 29
@@ -274,17 +275,21 @@ def alone(case: Case, inputs: Inputs, kernels: Backend) -> Ours:
 
 def of_ranks(case: Case, inputs: Inputs, kernels: Backend, transports: Sequence[str] = TRANSPORTS) -> Iterator[Offer]:
     """Every schedule over some transports in the default process group, and the ring in which every step rounds."""
-    for schedule in ("ring", "sparse_a2a", "chunked", "ulysses"):
+    make = partial(of_group, case, inputs)
+    for name, schedule, degree in (
+        *((name, name, 1) for name in SCHEDULES),
+        ("ulysses", "ring", dist.get_world_size()),
+    ):
         for transport in transports:
-            yield Offer(f"{schedule}, {transport}", partial(_of_group, case, inputs, kernels, schedule, transport))
-    yield Offer(PER_STEP, partial(_of_group, case, inputs, PerStepRounding(kernels), "ring", "torch_dist"))
+            yield Offer(f"{name}, {transport}", partial(make, kernels, schedule, transport, ulysses=degree))
+    yield Offer(PER_STEP, partial(make, PerStepRounding(kernels), "ring", "torch_dist"))
 
 
-def _of_group(case: Case, inputs: Inputs, kernels: Backend, schedule: str, transport: str) -> Ours:
+def of_group(case: Case, inputs: Inputs, kernels: Backend, schedule: str, transport: str, **how: Any) -> Ours:
+    """This rank's part of a layer in the default process group; ``how`` as for `marble.plan`."""
     group = dist.group.WORLD
     assert group is not None
-    named, degree = ("ring", group.size()) if schedule == "ulysses" else (schedule, 1)
-    plan = marble.plan(case.layout, case.shape, group=group, schedule=named, ulysses=degree)
+    plan = marble.plan(case.layout, case.shape, group=group, schedule=schedule, **how)
     return on_rank(plan, group.rank(), inputs, kernels, connect(transport, group, inputs.device))
 
 
