@@ -123,8 +123,7 @@ def fold_partial(
     if more_out.dtype != torch.float32 or more_lse.dtype != torch.float32:
         raise ValueError(f"fold: partial results are float32, got {more_out.dtype} and {more_lse.dtype}")
     _, heads, width = more_out.shape
-    empty = more_lse.new_empty(0)
-    kept = (empty, empty, empty) if state is None else (state.acc, state.m, state.l)
+    kept = (more_lse,) * 3 if state is None else (state.acc, state.m, state.l)  # not read if there is no state
     rows = 0 if state is None else state.m.shape[1]
     strides = (*more_out.stride()[:2], more_lse.stride(0), rows, *out.stride()[:2], lse.stride(0))
     _fold[(len(touch), heads, BLOCK // _ROWS)](
