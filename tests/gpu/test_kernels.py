@@ -1,5 +1,5 @@
-"""The kernels on a Hopper GPU, or a Blackwell GPU if ever there is one: as exact as the reference in the same precision,
-on whatever a call may ask."""
+"""The kernels on a Hopper GPU, or on a Blackwell GPU if there ever is one: as exact as the reference in the same
+precision, on whatever a call may ask."""
 
 import time
 from dataclasses import replace
