@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,24 +59,40 @@ def write(
         left_out: what was not measured, and why.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
+    record = head(bench) | {"rows": [asdict(row) for row in rows]}
+    if left_out is not None:
+        record["left_out"] = [reason.replace(sys.prefix, "…") for reason in left_out]
+    path = folder / f"{'_'.join(filter(None, (bench, part)))}.json"
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def head(bench: str) -> dict[str, Any]:
+    """Where, when and how a bench runs."""
+    return {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {"python": platform.python_version()} | _versions(),
         "commit": _commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": " ".join(["python", "-m", f"bench.{bench}", *sys.argv[1:]]),
-        "rows": [asdict(row) for row in rows],
+        "command": " ".join(["python", "-m", f"bench.{bench}", *_arguments()]),
     }
-    if left_out is not None:
-        record["left_out"] = list(left_out)
-    path = folder / f"{'_'.join(filter(None, (bench, part)))}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    return path
+
+
+def _arguments() -> list[str]:
+    """The command's arguments but the folder that it writes to, which is a matter of the machine."""
+    words = list(sys.argv[1:])
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return words
 
 
 def _commit() -> str | None:
-    """The commit that was measured, marked if code differs from it; None outside a checkout."""
+    """The commit that was measured, marked if code differs from it; None outside a checkout. ``MARBLE_COMMIT`` says
+    it where the files were copied without their history."""
+    if told := os.environ.get("MARBLE_COMMIT"):
+        return told
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()

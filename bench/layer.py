@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ from marble.comm import nvshmem
 from marble.kernels.launch import backend
 from marble.workloads import WORKLOADS
 
+Result = TypeVar("Result")
+
 
 def measure(workload: str, tokens: int, settings: Settings) -> tuple[list[Row], list[str], list[str]]:
     """All bars on every layer of a workload; who was left out of what and why; and what failed."""
@@ -42,28 +46,55 @@ def measure(workload: str, tokens: int, settings: Settings) -> tuple[list[Row], 
     for case in cases([workload], [128], tokens):
         begun, name = time.monotonic(), title(case, dist.get_world_size())
         say(name)
-        try:
-            exact, small_refusals = errors(case, settings)
-            timed, refusals = times(case, settings)
-        except Exception:  # ranks fail alike; one case must not cost the others their machines
-            traceback.print_exc()
+        answer = attempt(lambda case=case: (errors(case, settings), times(case, settings)))
+        if answer is None:
             failed.append(name)
             continue
+        (exact, small_refusals), (timed, refusals) = answer
         reasons = [f"{name}: {who}: {why}" for who, why in (small_refusals | refusals).items()]
         for line in (*lines(exact, timed), *(f"left out: {reason}" for reason in reasons)):
             say(f"  {line}")
         say(f"  {time.monotonic() - begun:.0f} s")
         rows += timed + exact
         left_out += reasons
+    return rows, left_out, failed
+
+
+def attempt(run: Callable[[], Result]) -> Result | None:
+    """A case's results, or None if it fails: ranks fail alike, and one case must not cost the others their machines."""
+    try:
+        return run()
+    except Exception:
+        traceback.print_exc()
+        return None
+    finally:
         gc.collect()
         torch.cuda.empty_cache()
-    return rows, left_out, failed
 
 
 def say(text: str) -> None:
     """Progress of rank 0, at once."""
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def join(repeats: int, exact_tokens: int, skip: tuple[str, ...] = ()) -> Settings:
+    """Join the other processes, each with its GPU; how layers are measured on them."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(minutes=2))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("bench").setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Settings(backend("cute"), device, exact_tokens, partial(milliseconds, repeats=repeats), skip)
+
+
+def leave(short: Sequence[str], failed: Sequence[str]) -> int:
+    """Say which bars are missed and which cases failed, and leave the other processes; the exit code."""
+    say(f"missed: {short}" if short else "no bar missed")
+    say(f"failed: {failed}" if failed else "no case failed")
+    nvshmem.disconnect()
+    dist.destroy_process_group()
+    return 1 if short or failed else 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -76,15 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", default="", help="contenders to leave out: beginnings of names, by semicolons")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(minutes=2))
-    settings = Settings(
-        backend("cute"),
-        torch.device("cuda", torch.cuda.current_device()),
-        given.exact_tokens,
-        partial(milliseconds, repeats=given.repeats),
-        tuple(filter(None, given.skip.split(";"))),
-    )
+    settings = join(given.repeats, given.exact_tokens, tuple(filter(None, given.skip.split(";"))))
     short, failed = [], []
     for workload in given.workloads.split(","):
         rows, left_out, broken = measure(workload, given.tokens, settings)
@@ -92,11 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
         failed += broken
         if dist.get_rank() == 0:
             write("layer", rows, given.out, part=workload, left_out=left_out)
-    say(f"missed: {short}" if short else "no bar missed")
-    say(f"failed: {failed}" if failed else "no case failed")
-    nvshmem.disconnect()
-    dist.destroy_process_group()
-    return 1 if short or failed else 0
+    return leave(short, failed)
 
 
 if __name__ == "__main__":

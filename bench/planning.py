@@ -1,12 +1,14 @@
 """Planning: how long a rank's plan takes, how it grows, and how even and how sparse what it plans is.
 
-``python -m bench.planning [threads]`` writes ``bench/results/planning.json``. Every plan is of a fresh layout and made
-without the cache; times are wall-clock times of one rank, each the best of five. Torch has one thread by default, as in
-a data loader's worker; large plans resolve the two orientations of their tiles on two.
+``python -m bench.planning`` writes ``bench/results/planning.json``; with ``--gpu`` it measures S2, the same planning on
+a GPU, and writes ``planning_gpu.json``. Every plan is of a fresh layout and made without the cache; times are
+wall-clock times of one rank, each the best of five. Torch has one thread by default, as in a data loader's worker;
+large plans resolve the two orientations of their tiles on two.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import pickle
 import sys
@@ -59,16 +61,18 @@ def partial_share(calls: list[Tiles]) -> float:
     return sum(call.by_query.partial for call in calls) / sum(call.visited for call in calls)
 
 
-def speed(name: str) -> Iterator[tuple[str, Row]]:
-    """S1: the slowest rank. S2: the same on a GPU, if there is one. S4: growth with the tokens, and memory."""
+def slowest(bar: str, name: str, device: str) -> Row:
+    """S1 and S2: the slowest rank's plan of a workload's model."""
     layout = build(name, 4 * MI)
-    for bar, device in (("S1", "cpu"), ("S2", "cuda")):
-        if device == "cpu" or torch.cuda.is_available():
-            # One rank of each group of four: its members' plans differ in which heads they exchange.
-            ranks = [4 * group + group % 4 for group in range(RANKS)]
-            again, how = range(REPEATS), {"ulysses": 4, "device": device}
-            slowest = max(min(timed(layout, name, 4 * RANKS, rank, **how)[0] for _ in again) for rank in ranks)
-            yield bar, Row(bar, f"{name}, 4Mi tokens, USP {RANKS}x4, {device}", "slowest rank's plan", slowest, "s")
+    # One rank of each group of four: its members' plans differ in which heads they exchange.
+    ranks = [4 * group + group % 4 for group in range(RANKS)]
+    again, how = range(REPEATS), {"ulysses": 4, "device": device}
+    seconds = max(min(timed(layout, name, 4 * RANKS, rank, **how)[0] for _ in again) for rank in ranks)
+    return Row(bar, f"{name}, 4Mi tokens, USP {RANKS}x4, {device}", "slowest rank's plan", seconds, "s")
+
+
+def growth(name: str) -> Iterator[tuple[str, Row]]:
+    """S4: growth with the tokens, and memory."""
     sizes = [MI // 2, MI, 2 * MI, 4 * MI, 8 * MI]
     layouts = [build(name, size) for size in sizes]
     seconds = [min(timed(each, name, RANKS, 0)[0] for _ in range(REPEATS)) for each in layouts]
@@ -106,18 +110,25 @@ def sparsity() -> Iterator[tuple[str, Row]]:
 
 def main() -> int:
     """Measure; exit code 1 if a bar does not hold."""
-    torch.set_num_threads(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    parser = argparse.ArgumentParser(prog="bench.planning", description=__doc__)
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--gpu", action="store_true", help="S2 alone, into planning_gpu.json")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    found: list[tuple[str, Row]] = list(sparsity())
+    found: list[tuple[str, Row]] = [] if given.gpu else list(sparsity())
     for name in track(WORKLOADS, description="planning", console=console):
-        found += [*balance(name), *speed(name)]
+        if given.gpu:
+            found.append(("S2", slowest("S2", name, "cuda")))
+        else:
+            found += [*balance(name), ("S1", slowest("S1", name, "cpu")), *growth(name)]
     table = Table("bar", "case", "what", "value", "must be ≤", title=f"Planning on {torch.get_num_threads()} threads")
     for bar, row in sorted(found, key=lambda pair: pair[0]):
         table.add_row(row.bar, row.case, row.metric, f"{row.value:.4g} {row.unit}", f"{BARS[bar]:g}")
     console.print(table)
     missed = [f"{bar}: {row.case}" for bar, row in found if row.value > BARS[bar]]
     console.print(f"out of bounds: {missed}" if missed else "all within bounds")
-    write("planning", [row for _, row in found])
+    write("planning", [row for _, row in found], part="gpu" if given.gpu else "")
     return 1 if missed else 0
 
 

@@ -28,12 +28,14 @@ SECTIONS = {
     "kernels": "Kernels: one call on one GPU",
     "kernels_log": "Kernels: the log of attempts",
     "layer": "Layers: forward and backward on one and two GPUs",
+    "node": "All GPUs of a host: errors and scaling",
     "demo": "Accuracy",
     "planning": "Planning",
     "balance": "Balance",
     "chunks": "Chunks of the chunked ring",
     "fetch": "Keys fetched by the sparse all-to-all",
     "selection": "Selection of the strategy",
+    "choices": "Choices against measurements",
     "replay": "Replays",
 }
 """Titles of the benches, in the order of the page. Parts of a bench (``layer_qwen_video``) come with it, and other

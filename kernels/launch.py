@@ -11,16 +11,29 @@ from marble.kernels.contract import Backend
 from marble.kernels.reference import ReferenceBackend
 from marble.kernels.rounded import PerStepRounding
 
+HOPPER = (9, 0)
+BLACKWELL = ((10, 0), (10, 3))
+"""Compute capabilities."""
+
 
 def _cute() -> Backend:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-        raise ValueError(f"backend: 'cute' runs on Hopper GPUs (SM 9.0), found {found}; 'reference' runs everywhere")
+    chip = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if chip not in (HOPPER, *BLACKWELL):
+        found = f"{torch.cuda.get_device_name()} (SM {chip[0]}.{chip[1]})" if chip else "no GPU"
+        raise ValueError(
+            f"backend: 'cute' runs on Hopper GPUs (SM 9.0) and is compiled for Blackwell (SM 10.0 and 10.3), found "
+            f"{found}; 'reference' runs everywhere"
+        )
     try:
-        from marble.kernels.cute.backend import CuteBackend
+        if chip == HOPPER:
+            from marble.kernels.cute.backend import CuteBackend
+
+            return CuteBackend(_multiprocessors)
+        from marble.kernels.blackwell.backend import BlackwellBackend
+
+        return BlackwellBackend()
     except ModuleNotFoundError as error:
         raise ValueError(f"backend: 'cute' needs marble-attention[cuda]: {error}") from error
-    return CuteBackend(_multiprocessors)
 
 
 @lru_cache
@@ -36,8 +49,8 @@ _BACKENDS: dict[str, Callable[[], Backend]] = {
 
 
 def backend(name: str = "reference") -> Backend:
-    """The backend called ``name``: ``reference`` anywhere, ``cute`` on Hopper GPUs, or ``rounded``, which shows what
-    rounding at every step costs.
+    """The backend called ``name``: ``reference`` anywhere, ``cute`` on Hopper and Blackwell GPUs, or ``rounded``, which
+    shows what rounding at every step costs. Kernels for Blackwell have been compiled, never run.
 
     Raises:
         ValueError: if there is no such backend, or it cannot run here.

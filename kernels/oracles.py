@@ -42,3 +42,28 @@ def add_blocks(target: Tensor, first: Tensor, length: Tensor, packed: Tensor) ->
     row = torch.arange(block, device=target.device)
     real = (row < length.unsqueeze(1)).flatten()
     return target.index_add(0, (first.unsqueeze(1) + row).flatten()[real], packed[real].to(target.dtype))
+
+
+def fold_partial(
+    carried: tuple[Tensor, Tensor, Tensor], more_out: Tensor, more_lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(acc, m, l) of an online softmax, as in `State`, with a normalised partial result over other keys.
+
+    Args:
+        carried: [heads, rows, head_dim], [heads, rows] and [heads, rows].
+        more_out: [heads, rows, head_dim]; anything where no key was seen.
+        more_lse: [heads, rows], its log-sum-exp (natural logarithm); −inf where no key was seen.
+        scale: softmax scale, which m is before.
+    """
+    acc, m, l = carried  # noqa: E741
+    seen = more_lse > -torch.inf
+    m_new = torch.maximum(m, more_lse / scale)
+    base = torch.where(m_new > -torch.inf, m_new, 0)
+    decay, weight = torch.exp(scale * (m - base)), torch.exp(more_lse - scale * base)
+    more = torch.where(seen.unsqueeze(-1), more_out, 0) * weight.unsqueeze(-1)
+    return acc * decay.unsqueeze(-1) + more, m_new, l * decay + weight
+
+
+def tile_rows(tiles: Tensor, head_dim: int) -> Tensor:
+    """[heads, blocks · 128, head_dim] from tiles that hold four columns of their 128 rows, then the next four."""
+    return tiles.view(len(tiles), -1, head_dim // 4, 128, 4).transpose(2, 3).reshape(len(tiles), -1, head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +20,16 @@ from rich.table import Table
 import marble
 from marble.compose.builders import ORDERS, SCHEDULES
 from marble.compose.check import check as check_schedules
-from marble.compose.cost import Summary, summarise
-from marble.compose.planner import ranking
+from marble.compose.cost import summarise
+from marble.compose.planner import ranking, usual_order
 from marble.cost.fit import fit as fit_profile
 from marble.cost.profile import SHIPPED, Profile
-from marble.cost.select import Candidate
 from marble.cost.timer import CudaTimer
+from marble.kernels import launch
 from marble.layout import Layout
+from marble.replays import Expected, Strategy
+from marble.replays import replay as replay_ranks
+from marble.tables import as_record, rank_table, ranking_table, replay_record, replay_tables, step_table
 from marble.testing import exactness
 from marble.workloads import WORKLOADS, build
 
@@ -39,7 +42,6 @@ app = typer.Typer(
 # A pipe has no width to fit into.
 console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
 progress_console = Console(stderr=True)
-_MOST_COLUMNS, _MOST_ROWS = 8, 12
 
 Source = Annotated[
     str, typer.Argument(help=f"a workload ({', '.join(WORKLOADS)}) or the path of a layout in JSON", show_default=False)
@@ -111,9 +113,9 @@ def plan(
         with _busy("choosing"):
             ranked = ranking(layout, layer, ranks, profile, order=order, ulysses=ulysses, block=block)
         if as_json:
-            typer.echo(json.dumps([_as_record(candidate) for candidate in ranked]))
+            typer.echo(json.dumps([as_record(candidate) for candidate in ranked]))
             return
-        console.print(_ranking_table(ranked, f"{source}: {layout.tokens:,} tokens on {ranks} × {profile.machine}"))
+        console.print(ranking_table(ranked, f"{source}: {layout.tokens:,} tokens on {ranks} × {profile.machine}"))
         left_out = [name for name in ("across", "step") if getattr(profile, name) is None]
         if left_out:
             console.print(f"not in the profile, so not counted: {', '.join(left_out)}")
@@ -135,8 +137,8 @@ def plan(
             )
         )
         return
-    console.print(_rank_table(summary, f"{source}: {planned}, tiles of {block}×{block}"))
-    console.print(_step_table(summary))
+    console.print(rank_table(summary, f"{source}: {planned}, tiles of {block}×{block}"))
+    console.print(step_table(summary))
     console.print(
         f"busiest rank / mean {summary.total_balance:.4f} · sum of slowest steps / mean {summary.step_balance:.4f} · "
         f"most tokens / mean {summary.token_balance:.4f} · partial tiles {summary.partial_share:.1%}"
@@ -218,6 +220,60 @@ def fit(
 
 
 @app.command()
+def replay(
+    source: Source,
+    tokens: Tokens = 65536,
+    ranks: Ranks = 8,
+    window: Window = None,
+    schedule: Annotated[
+        str | None, typer.Option(help=f"{', '.join(SCHEDULES)}; by default what the profile expects to be fastest")
+    ] = None,
+    order: Order = None,
+    ulysses: Annotated[int | None, typer.Option(help="ranks that share the heads of their tokens", min=1)] = None,
+    shape: Shape = "32:8:128",
+    profile: Annotated[
+        str, typer.Option(help=f"what transfers take: {', '.join(SHIPPED)} or a profile's TOML file")
+    ] = "h100-cluster",
+    which: Annotated[
+        str | None,
+        typer.Option(help="ranks: all, or some by commas; by default the three that the layer waits for most"),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="kernels: cute on a Hopper GPU, or reference on the CPU")] = "cute",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Time some ranks' part of a layer on one GPU, with a profile's price of what they would send and receive.
+
+    A workload's layout has seed 0; `marble workload --seed 1 --out FILE` makes others to replay.
+    """
+    layout, layer, machine = _layout(source, tokens, 0, 1.0), _attention_shape(shape, window), Profile.load(profile)
+    kernels = launch.backend(backend)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "cute" else torch.device("cpu")
+    with _busy("choosing"):
+        if schedule is None:
+            best = ranking(layout, layer, ranks, machine, order=order, ulysses=ulysses)[0]
+            strategy = Strategy(ranks, best.schedules[0], best.order, best.ulysses)
+        else:
+            strategy = Strategy(ranks, schedule, order or usual_order((schedule,)), ulysses or 1)
+        expected = Expected.of(layout, layer, strategy, machine)
+    chosen = _chosen_ranks(which, expected)
+    with _busy(f"replaying {len(chosen)} of {ranks} ranks"):
+        found = replay_ranks(layout, layer, expected, chosen, machine, kernels, device=device)
+    if as_json:
+        typer.echo(json.dumps(replay_record(found) | {"source": source, "profile": machine.machine}))
+        return
+    title = f"{source}: {layout.tokens:,} tokens on {ranks} × {machine.machine}, {strategy}"
+    for table in replay_tables(found, title):
+        console.print(table)
+    parts = (found.layer.seconds, found.layer.forward.seconds, found.layer.backward.seconds, found.layer.exposed)
+    layer_ms, forward, backward, exposed = (f"{seconds * 1e3:.3f}" for seconds in parts)
+    console.print(
+        f"replay, not a run on {ranks} GPUs: layer {layer_ms} ms (forward {forward}, backward {backward}), of which "
+        f"{exposed} ms wait for transfers; slowest steps / mean of replayed {found.layer.balance:.4f}; "
+        f"{found.layer.nbytes / 2**30:.3f} GiB; the replayed ranks make up {found.covered:.1%} of the estimated layer"
+    )
+
+
+@app.command()
 def show(
     source: Source,
     out: Annotated[Path, typer.Option(help="the picture to write")] = Path("marble.png"),
@@ -248,61 +304,6 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
-def _rank_table(summary: Summary, title: str) -> Table:
-    """Visited tiles of every rank; step by step where the steps fit beside each other."""
-    steps = range(summary.visited.shape[1])
-    steps = steps if len(steps) <= _MOST_COLUMNS else range(0)
-    table = Table(title=title)
-    for column in ("rank", "tokens", *(f"s{step}" for step in steps), "all", "partial", "MB in: fwd", "bwd"):
-        table.add_column(column, justify="right")
-    for rank, visited in enumerate(summary.visited.tolist()):
-        partial = int(summary.partial[rank].sum()) / max(sum(visited), 1)
-        received = (f"{int(part[rank]) / 1e6:,.0f}" for part in (summary.forward_bytes, summary.backward_bytes))
-        tiles = (f"{visited[step]:,}" for step in steps)
-        table.add_row(
-            str(rank), f"{int(summary.tokens[rank]):,}", *tiles, f"{sum(visited):,}", f"{partial:.1%}", *received
-        )
-    return table
-
-
-def _as_record(candidate: Candidate) -> dict[str, object]:
-    names = ("ulysses", "order", "schedules", "seconds", "compute", "exposed", "fixed", "memory")
-    return {name: getattr(candidate, name) for name in names}
-
-
-def _ranking_table(ranked: Sequence[Candidate], title: str) -> Table:
-    """The fastest candidates, and why they are: what the slowest rank of every step computes, and what comes on top."""
-    table = Table(title=f"{title}: the fastest {min(len(ranked), _MOST_ROWS)} of {len(ranked)}, one layer, estimated")
-    columns = ("R×U", "order", "schedule", "ms", "compute ms", "slowest step", "exposed ms", "fixed ms", "GiB")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("order", "schedule") else "right")
-    for candidate in ranked[:_MOST_ROWS]:
-        groups = candidate.ranks // candidate.ulysses
-        layer = candidate.layers[0]
-        slowest = max(float(cost.compute.max()) for cost in (layer.forward, layer.backward))
-        table.add_row(
-            f"{groups}×{candidate.ulysses}",
-            candidate.order,
-            layer.schedule,
-            *(f"{x * 1e3:.2f}" for x in (candidate.seconds, candidate.compute, slowest)),
-            *(f"{x * 1e3:.2f}" for x in (candidate.exposed, candidate.fixed)),
-            f"{candidate.memory / 2**30:.2f}",
-        )
-    return table
-
-
-def _step_table(summary: Summary) -> Table:
-    table = Table(title="a step lasts as long as its slowest rank")
-    for column in ("step", "slowest rank", "its tiles", "mean tiles", "slowest / mean"):
-        table.add_column(column, justify="right")
-    for step, visited in enumerate(summary.visited.T.tolist()):
-        slowest, mean = max(visited), sum(visited) / len(visited)
-        table.add_row(
-            str(step), str(visited.index(slowest)), f"{slowest:,}", f"{mean:,.0f}", f"{slowest / max(mean, 1):.3f}"
-        )
-    return table
-
-
 def _layout(source: str, tokens: int, seed: int, scale: float) -> Layout:
     if source in WORKLOADS:
         return build(source, tokens, seed, scale)
@@ -318,6 +319,22 @@ def _attention_shape(text: str, window: int | None) -> marble.AttentionShape:
     except ValueError:
         raise ValueError(f"shape: expected heads:kv_heads:head_dim, like 32:8:128, got {text!r}") from None
     return marble.AttentionShape(heads, kv_heads, head_dim, window)
+
+
+def _chosen_ranks(text: str | None, expected: Expected) -> tuple[int, ...]:
+    """The ranks that ``--which`` names."""
+    ranks = expected.strategy.ranks
+    if text is None:
+        return expected.worth_replaying(3)
+    if text == "all":
+        return tuple(range(ranks))
+    try:
+        named = tuple(dict.fromkeys(map(int, text.split(","))))
+    except ValueError:
+        named = ()
+    if not named or not all(0 <= rank < ranks for rank in named):
+        raise ValueError(f"which: expected all, or ranks from 0 to {ranks - 1} by commas, got {text!r}")
+    return named
 
 
 def _progress() -> Progress:

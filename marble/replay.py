@@ -25,6 +25,10 @@ from marble.kernels.contract import Backend, accumulation_dtype
 
 _LOG_SUM = 8.0
 """A log-sum-exp for made-up rows: that of some thousand keys."""
+_LEAST_LEAD, _MOST_LEAD = 0.01, 0.25
+"""Seconds that a GPU idles before a pass: what the host took to ask for the one before, with a margin, in bounds."""
+_CYCLES = 2e9
+"""Clock cycles of a second, about."""
 
 
 @dataclass(frozen=True)
@@ -69,49 +73,95 @@ Price = Callable[[int, StepReplay], float]
 
 
 @dataclass(frozen=True)
+class PassReplay:
+    """A pass on several ranks, which wait for each other after every step.
+
+    Attributes:
+        compute: seconds of every step's calls and sums on the slowest rank.
+        mean: the same on the mean rank.
+        exposed: seconds that transfers add to every step.
+        fixed: seconds that steps with transfers take beside them, over all steps.
+    """
+
+    compute: tuple[float, ...]
+    mean: tuple[float, ...]
+    exposed: tuple[float, ...]
+    fixed: float
+
+    @property
+    def seconds(self) -> float:
+        """The whole pass."""
+        return sum(self.compute) + sum(self.exposed) + self.fixed
+
+
+@dataclass(frozen=True)
 class LayerReplay:
-    """A layer on several ranks, which wait for each other after every step.
+    """A layer on several ranks.
 
     Attributes:
         ranks: the replayed ranks. What is said of the slowest rank is said of the slowest of these.
-        seconds: forward and backward: of every step what the slowest rank takes, for calls or for transfers.
-        compute: the same without transfers.
+        forward: the forward pass.
+        backward: the backward pass.
     """
 
     ranks: tuple[RankReplay, ...]
-    seconds: float
-    compute: float
+    forward: PassReplay
+    backward: PassReplay
+
+    @property
+    def seconds(self) -> float:
+        """Both passes."""
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def compute(self) -> float:
+        """The same without transfers."""
+        return sum(self.forward.compute) + sum(self.backward.compute)
 
     @property
     def exposed(self) -> float:
-        """Seconds in which transfers are waited for."""
+        """Seconds in which transfers are waited for, what they take beside themselves included."""
         return self.seconds - self.compute
 
     @property
     def balance(self) -> float:
         """``compute`` over the mean rank's own."""
-        mean = sum(rank.seconds for rank in self.ranks) / len(self.ranks)
+        mean = sum(self.forward.mean) + sum(self.backward.mean)
         return self.compute / mean if mean else 1.0
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rank that needs most."""
+        return max(rank.nbytes for rank in self.ranks)
 
-def replay_layer(ranks: Sequence[RankReplay], price: Price) -> LayerReplay:
+
+def replay_layer(ranks: Sequence[RankReplay], price: Price, fixed: float = 0.0) -> LayerReplay:
     """Put the replays of several ranks of one layer together.
 
     Args:
         ranks: of one plan and layer.
         price: seconds of a rank's transfers in a step; they run beside its calls.
+        fixed: seconds that a step with transfers takes beside both.
 
     Raises:
         ValueError: if there is none, or they have different numbers of steps.
     """
     if not ranks or len({(len(rank.forward), len(rank.backward)) for rank in ranks}) > 1:
         raise ValueError("replay: expected one rank or more of one plan and layer")
-    seconds = compute = 0.0
-    for steps in zip(*((*rank.forward, *rank.backward) for rank in ranks), strict=True):
-        slowest = max(step.seconds for step in steps)
-        compute += slowest
-        seconds += max(slowest, *(price(rank.rank, step) for rank, step in zip(ranks, steps, strict=True)))
-    return LayerReplay(tuple(ranks), seconds, compute)
+    numbers = [rank.rank for rank in ranks]
+    passes = ([getattr(rank, which) for rank in ranks] for which in ("forward", "backward"))
+    forward, backward = (_pass(numbers, list(zip(*steps, strict=True)), price, fixed) for steps in passes)
+    return LayerReplay(tuple(ranks), forward, backward)
+
+
+def _pass(ranks: Sequence[int], steps: Sequence[Sequence[StepReplay]], price: Price, fixed: float) -> PassReplay:
+    """A pass from what every rank did in every step."""
+    compute = [max(each.seconds for each in step) for step in steps]
+    mean = [sum(each.seconds for each in step) / len(step) for step in steps]
+    links = [max(map(price, ranks, step)) for step in steps]
+    moving = sum(any(each.received or each.sent for each in step) for step in steps)
+    exposed = [max(link - slowest, 0.0) for link, slowest in zip(links, compute, strict=True)]
+    return PassReplay(tuple(compute), tuple(mean), tuple(exposed), moving * fixed)
 
 
 def replay_rank(
@@ -123,6 +173,7 @@ def replay_rank(
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
     repeats: int = 5,
+    warmup: int = 1,
 ) -> RankReplay:
     """Run a rank's part of a layer, forward and backward, and time its steps.
 
@@ -133,15 +184,16 @@ def replay_rank(
         layer: which of the plan's layers.
         device: where.
         dtype: of q, k and v.
-        repeats: timed runs, after one that is not timed.
+        repeats: timed runs.
+        warmup: runs before them that are not timed. Without any, the first one pays for what kernels do once.
 
     Raises:
         ValueError: if the plan does not hold the rank, or there are no repeats.
     """
     if rank not in plan.schedules[layer]:
         raise ValueError(f"replay: the plan holds ranks {sorted(plan.schedules[layer])}, not {rank}")
-    if repeats < 1:
-        raise ValueError(f"replay: repeats must be at least 1, got {repeats}")
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"replay: repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
     where, shape = torch.device(device), plan.layers[layer]
     schedule = plan.schedules_on(where)[layer][rank]
     backend.prepare(schedule.works)
@@ -151,28 +203,38 @@ def replay_rank(
         torch.randn(tokens, heads, shape.head_dim, generator=make, device=where, dtype=dtype)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     )
-    clocks = []
-    for _ in range(1 + repeats):
-        ahead = _Clock(schedule.forward, rank, where)
+    clocks, lead = [], _LEAST_LEAD
+    for _ in range(warmup + repeats):
+        ahead = _Clock(schedule.forward, rank, where, lead)
         out, lse = drive(executor.forward(schedule, backend, q, k, v, scale=shape.softmax_scale), ahead)
         ahead.end()
-        back = _Clock(schedule.backward, rank, where)
+        back = _Clock(schedule.backward, rank, where, lead)
         drive(executor.backward(schedule, backend, q, k, v, out, lse, dout, scale=shape.softmax_scale), back)
         back.end()
         clocks.append((ahead, back))
-    forward, backward = ([pair[which] for pair in clocks[1:]] for which in range(2))
+        lead = min(max(_LEAST_LEAD, 1.5 * ahead.host, 1.5 * back.host), _MOST_LEAD)
+    forward, backward = ([pair[which] for pair in clocks[warmup:]] for which in range(2))
     return RankReplay(rank, _steps(forward), _steps(backward), _nbytes(schedule, shape.head_dim, dtype))
 
 
 class _Clock:
-    """A driver that makes no transfer, makes up what would arrive, and notes the time of every step."""
+    """A driver that makes no transfer, makes up what would arrive, and notes the time of every step.
 
-    def __init__(self, which: Pass, rank: int, device: torch.device) -> None:
+    What a pass does before its first step (keys to where they travel from, delta) counts to that step. A GPU idles for
+    ``lead`` seconds first, so that the host is ahead of it and no step waits for a launch.
+    """
+
+    def __init__(self, which: Pass, rank: int, device: torch.device, lead: float) -> None:
         self.kinds = {buffer.name: buffer.kind for buffer in which.buffers}
         self.rank, self.device = rank, device
         self.marks: list[tuple[Any, Any]] = []
         self.received: list[Counter[int]] = []
         self.sent: list[Counter[int]] = []
+        self.host = -time.perf_counter()
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda._sleep(int(lead * _CYCLES))
+        self.begin = self._now()
 
     def start(self, start: Start) -> None:
         """Begin a step."""
@@ -186,7 +248,7 @@ class _Clock:
                 self.sent[-1][transfer.target] += rows.numel() * rows.element_size()
         if self.marks:
             self._close()
-        self.begin = self._now()
+            self.begin = self._now()
         for transfer in start.transfers:
             if transfer.source == transfer.target:
                 start.view(transfer.dst).copy_(start.view(transfer.src))
@@ -203,6 +265,7 @@ class _Clock:
         """The program is over."""
         if self.marks:
             self._close()
+        self.host += time.perf_counter()
 
     def seconds(self, step: int) -> float:
         """Of a step, without what was made up in it."""

@@ -101,7 +101,7 @@ def test_bad_input_is_refused() -> None:
     kernels = launch.backend("reference")
     with pytest.raises(ValueError, match=r"holds ranks \[1\], not 0"):
         replay_rank(plan, 0, kernels, device="cpu")
-    with pytest.raises(ValueError, match="repeats must be at least 1"):
+    with pytest.raises(ValueError, match="repeats must be at least 1 and warmup at least 0, got 0 and 1"):
         replay_rank(plan, 1, kernels, device="cpu", repeats=0)
     replay = replay_rank(plan, 1, kernels, device="cpu", repeats=1)
     with pytest.raises(ValueError, match="one plan and layer"):

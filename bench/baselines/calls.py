@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import marble
+from marble.compose.schedule import Schedule
 from marble.compose.schedules.fetch import Exchange
 from marble.compose.schedules.touches import flag_touches
-from marble.kernels.contract import Tiles, Touch
+from marble.kernels.contract import Band, Tiles, Touch, Varlen
 from marble.layout import Layout, Span
 from marble.mask.algebra import MaskFn
 from marble.mask.domains import dense
@@ -100,10 +101,29 @@ def legal_pairs(tiles: Tiles) -> int:
     words, bits = lists.ranges.long() & 0xFFFFFFFF, lists.bits.long()
     lo0, hi0, lo1, hi1 = (words >> shift & 255 for shift in (0, 8, 16, 24))
     in_ranges = (hi0 - lo0 + hi1 - lo1).sum(1)
-    in_bits = (bits.unsqueeze(-1) >> torch.arange(32) & 1).flatten(1).sum(1)
+    in_bits = (bits.unsqueeze(-1) >> torch.arange(32, device=bits.device) & 1).flatten(1).sum(1)
     slot = lists.parts[:, 1].long()
     partial = int(in_ranges[slot[slot >= 0]].sum()) + int(in_bits[~slot[slot < 0]].sum())
     return lists.full * tiles.block**2 + partial
+
+
+def dense_pairs(work: Varlen) -> int:
+    """Pairs of a dense call's sequences."""
+    rows, keys = (ends[:, 1].long() - ends[:, 0].long() for ends in (work.queries, work.keys))
+    # The last query sees all keys, each one before it one less. What that leaves is the reverse.
+    some = torch.minimum(rows, keys)
+    causal = some * keys - some * (some - 1) // 2
+    every = rows * keys
+    return int({Band.FULL: every, Band.CAUSAL: causal, Band.REVERSE_CAUSAL: every - causal}[work.band].sum())
+
+
+def rank_pairs(schedule: Schedule) -> float:
+    """Legal pairs that a rank computes in a pass, once for every query head."""
+    total, buffers = 0, schedule.forward.buffers_by_name
+    for call in (call for step in schedule.forward.steps for call in step.calls):
+        pairs = legal_pairs(call.work) if isinstance(call.work, Tiles) else dense_pairs(call.work)
+        total += pairs * buffers[call.q].heads
+    return float(total)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,15 +12,24 @@ import torch.distributed as dist
 from bench.baselines import context_parallel, exchanged, usp
 from bench.baselines.calls import Case
 from bench.baselines.layer_bars import SILENT, ours, time_rows
-from bench.baselines.layers import ONE, Inputs, Layer, Ours, alone, differences, of_ranks, whole
+from bench.baselines.layers import ONE, Inputs, Layer, Offer, Ours, alone, differences, of_ranks, whole
 from bench.baselines.measure import relative_error
 from bench.harness import Row
 from marble.kernels.contract import Backend
 from marble.testing.exactness import Problem, error_ratios, reference
 from marble.workloads import WORKLOADS
 
+_log = logging.getLogger(__name__)
+
 DIFFERENT = 1e-2
 """Largest relative difference to one GPU's results; other roundings of bfloat16 are far below it."""
+
+
+def everyone(case: Case, inputs: Inputs, kernels: Backend) -> Iterator[Offer]:
+    """Marble's schedules, and the public schemes."""
+    yield from of_ranks(case, inputs, kernels)
+    for each in (exchanged, context_parallel, usp):
+        yield from each.offers(case, inputs)
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Settings:
         exact_tokens: length of the packs that errors are measured on.
         clock: milliseconds of each of some contenders.
         skip: how the names of contenders begin that are left out.
+        offers: the contenders.
     """
 
     kernels: Backend
@@ -39,6 +50,7 @@ class Settings:
     exact_tokens: int
     clock: Callable[[Mapping[str, Layer]], dict[str, float]]
     skip: tuple[str, ...] = ()
+    offers: Callable[[Case, Inputs, Backend], Iterable[Offer]] = everyone
 
     def accepted(self, case: Case, inputs: Inputs) -> tuple[dict[str, Layer], dict[str, str]]:
         """The contenders that run a case, and why the others do not.
@@ -48,8 +60,8 @@ class Settings:
         """
         layers: dict[str, Layer] = {}
         refusals: dict[str, str] = {}
-        baselines = (offer for each in (exchanged, context_parallel, usp) for offer in each.offers(case, inputs))
-        for offer in (*of_ranks(case, inputs, self.kernels), *baselines):
+        for offer in self.offers(case, inputs, self.kernels):
+            _log.info("%s: %s", case.title, offer.name)
             answer = "left out by --skip" if offer.name.startswith(self.skip or ("\0",)) else offer.accepted()
             if isinstance(answer, str):
                 if ours(offer.name) and not answer.startswith(("ValueError:", "left out")):

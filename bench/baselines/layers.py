@@ -5,9 +5,12 @@ Marble's schedules are run by the executor itself, without autograd around it: o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from statistics import median
 from typing import Any, Protocol
 
@@ -19,6 +22,7 @@ import marble
 from bench.baselines.calls import Case
 from bench.baselines.measure import relative_error
 from marble.comm.choice import connect
+from marble.comm.lane import CudaLane
 from marble.comm.local import run_together
 from marble.comm.transport import Connection, Operation, Program, Start, drive
 from marble.compose import executor
@@ -28,8 +32,11 @@ from marble.kernels.rounded import PerStepRounding
 from marble.testing.exactness import RESULTS, Problem
 
 TRANSPORTS = ("nvshmem", "nccl_rma", "torch_dist")
+SCHEDULES = ("ring", "sparse_a2a", "chunked")
 ONE, PER_STEP = "one GPU", "ring, torch_dist, rounded at every step"
 """The second merges by PyTorch operations, for which the host waits: its error is of interest, its time a bound."""
+_SMALL = 1 << 29
+"""Values of a set that may profit from being read a moment ago: 1 GiB of bfloat16, many times any L2 cache."""
 _HOST_CYCLES = 40_000_000
 """Clock cycles of the GPU that it idles for, about 20 ms: longer than the host takes to ask for a layer."""
 
@@ -46,14 +53,15 @@ class Inputs:
     _dealt: dict[bytes, list[tuple[Tensor, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def random(cls, case: Case, device: torch.device, sets: int = 2) -> Inputs:
-        """Normally distributed ones in bfloat16; the output gradient differs in size between tokens."""
+    def random(cls, case: Case, device: torch.device, sets: int | None = None) -> Inputs:
+        """Normally distributed ones in bfloat16; the output gradient differs in size between tokens. By default two
+        sets if an L2 cache might hold one."""
         make, shape = torch.Generator(device).manual_seed(1), case.shape
         heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
         sizes = torch.linspace(0.5, 2, case.tokens, device=device, dtype=torch.bfloat16)[:, None, None]
         found = []
-        for _ in range(sets):
-            size = [(case.tokens, h, shape.head_dim) for h in heads]
+        size = [(case.tokens, h, shape.head_dim) for h in heads]
+        for _ in range(sets or (1 if sum(map(math.prod, size)) > _SMALL else 2)):
             q, k, v, dout = (torch.randn(s, generator=make, device=device, dtype=torch.bfloat16) for s in size)
             found.append((q, k, v, dout.mul_(sizes)))
         return cls(found)
@@ -143,11 +151,52 @@ class Alone:
         """There is nobody to wait for."""
 
 
-class Silent:
-    """A connection whose transfers are left out: every call runs, on whatever lies in the inboxes."""
+class Kept:
+    """A connection that keeps what arrives.
 
-    def __init__(self, connection: Connection) -> None:
-        self.reserve, self.synchronize = connection.reserve, connection.synchronize
+    Args:
+        connection: carries the transfers.
+        rank: this rank.
+
+    Attributes:
+        arrivals: the rows that arrive in every step of every pass, in order.
+    """
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self.connection, self.reserve, self.synchronize = connection, connection.reserve, connection.synchronize
+        self.rank = rank
+        self.arrivals: list[list[Tensor]] = []
+
+    def run(self, program: Program[Any], operation: Operation) -> Any:
+        """Run it."""
+        return self.connection.run(self._kept(program), operation)
+
+    def _kept(self, program: Program[Any]) -> Program[Any]:
+        while True:
+            try:
+                request = next(program)
+            except StopIteration as stop:
+                return stop.value
+            yield request
+            if isinstance(request, Start):
+                arriving = arrivals(request, self.rank)
+            else:
+                self.arrivals.append([rows.clone() for rows in arriving])
+
+
+class Silent:
+    """A connection without transfers: what arrived in an earlier run is copied from this GPU's own memory, beside the
+    calls. Without it they would compute on zeros, which a GPU at its power limit does faster.
+
+    Args:
+        kept: of a run forward and backward.
+        device: the GPU; on a CPU copies and calls take turns.
+    """
+
+    def __init__(self, kept: Kept, device: torch.device) -> None:
+        self.reserve, self.synchronize = kept.reserve, kept.synchronize
+        self._rank, self._arrivals = kept.rank, cycle(kept.arrivals)
+        self._lane = CudaLane(device) if device.type == "cuda" else None
 
     def run(self, program: Program[Any], operation: Operation) -> Any:
         """Run it."""
@@ -156,9 +205,21 @@ class Silent:
 
     def start(self, start: Start) -> None:
         """See `marble.comm.transport.Driver`."""
+        if self._lane is not None:
+            self._lane.fork()
+        with nullcontext() if self._lane is None else torch.cuda.stream(self._lane.stream):
+            for rows, kept in zip(arrivals(start, self._rank), next(self._arrivals), strict=True):
+                rows.copy_(kept)
 
     def finish(self) -> None:
         """See `marble.comm.transport.Driver`."""
+        if self._lane is not None:
+            self._lane.join()
+
+
+def arrivals(start: Start, rank: int) -> list[Tensor]:
+    """The rows that a step's transfers fill on a rank."""
+    return [start.view(transfer.dst) for transfer in start.transfers if transfer.target == rank]
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +257,11 @@ class Ours:
         return out, *(x.to(out.dtype, copy=True) for x in gradients)
 
     def silent(self) -> Ours:
-        """The same calls without transfers."""
-        return replace(self, connection=Silent(self.connection))
+        """The same calls without transfers; all ranks ask together."""
+        kept = Kept(self.connection, self.rank)
+        replace(self, connection=kept)()
+        self.synchronize()
+        return replace(self, connection=Silent(kept, self.sets[0][0].device))
 
     def synchronize(self) -> None:
         """See `Layer`."""
@@ -206,28 +270,33 @@ class Ours:
 
 def alone(case: Case, inputs: Inputs, kernels: Backend) -> Ours:
     """The whole layer on this rank's GPU."""
-    return _ours(marble.plan(case.layout, case.shape, ranks=1), 0, inputs, kernels, Alone())
+    return on_rank(marble.plan(case.layout, case.shape, ranks=1), 0, inputs, kernels, Alone())
 
 
 def of_ranks(case: Case, inputs: Inputs, kernels: Backend, transports: Sequence[str] = TRANSPORTS) -> Iterator[Offer]:
     """Every schedule over some transports in the default process group, and the ring in which every step rounds."""
-    for schedule in ("ring", "sparse_a2a", "chunked", "ulysses"):
+    make = partial(of_group, case, inputs)
+    for name, schedule, degree in (
+        *((name, name, 1) for name in SCHEDULES),
+        ("ulysses", "ring", dist.get_world_size()),
+    ):
         for transport in transports:
-            yield Offer(f"{schedule}, {transport}", partial(_of_group, case, inputs, kernels, schedule, transport))
-    yield Offer(PER_STEP, partial(_of_group, case, inputs, PerStepRounding(kernels), "ring", "torch_dist"))
+            yield Offer(f"{name}, {transport}", partial(make, kernels, schedule, transport, ulysses=degree))
+    yield Offer(PER_STEP, partial(make, PerStepRounding(kernels), "ring", "torch_dist"))
 
 
-def _of_group(case: Case, inputs: Inputs, kernels: Backend, schedule: str, transport: str) -> Ours:
+def of_group(case: Case, inputs: Inputs, kernels: Backend, schedule: str, transport: str, **how: Any) -> Ours:
+    """This rank's part of a layer in the default process group; ``how`` as for `marble.plan`."""
     group = dist.group.WORLD
     assert group is not None
-    named, degree = ("ring", group.size()) if schedule == "ulysses" else (schedule, 1)
-    plan = marble.plan(case.layout, case.shape, group=group, schedule=named, ulysses=degree)
-    return _ours(plan, group.rank(), inputs, kernels, connect(transport, group, inputs.device))
+    plan = marble.plan(case.layout, case.shape, group=group, schedule=schedule, **how)
+    return on_rank(plan, group.rank(), inputs, kernels, connect(transport, group, inputs.device))
 
 
-def _ours(plan: Plan, rank: int, inputs: Inputs, kernels: Backend, connection: Any) -> Ours:
+def on_rank(plan: Plan, rank: int, inputs: Inputs, kernels: Backend, connection: Any) -> Ours:
+    """A rank's part of a plan's only layer."""
     kernels.prepare(plan.schedules_on(inputs.device)[0][rank].works)
-    return Ours(plan, rank, inputs.of(plan.index), kernels, connection)
+    return Ours(plan, rank, inputs.of(plan.index.cpu()), kernels, connection)
 
 
 def whole(layer: Layer, tokens: int) -> dict[str, Tensor]:

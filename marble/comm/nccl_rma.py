@@ -7,20 +7,14 @@ that run different things are not told apart.
 
 from __future__ import annotations
 
-from datetime import timedelta
-from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marble.comm import torch_dist
-from marble.comm.arena import Arena
-from marble.comm.lane import CudaLane, watch_gpu
+from marble.comm.group_wires import GroupWires
 from marble.comm.one_sided import OneSided, Piece, Signal
-from marble.comm.watchdog import Watchdog
 
 NEEDS = (2, 29)
 """The first libnccl with one-sided transfers."""
@@ -60,7 +54,7 @@ def check_version() -> None:
         )
 
 
-class NcclWires:
+class NcclWires(GroupWires):
     """See `marble.comm.one_sided.Wires`.
 
     Args:
@@ -71,26 +65,14 @@ class NcclWires:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         import nccl.core
 
-        self.rank = group.rank()
-        self._group, self._device, self._core = ref(group), device, nccl.core
-        self.timeout: timedelta = group._get_backend(device).options._timeout
-        made: list[Any] = [nccl.core.get_unique_id() if self.rank == 0 else None]
-        dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group, device=device)
-        self._communicator = nccl.core.Communicator.init(group.size(), self.rank, made[0])
+        super().__init__(group, device, "NCCL", _REMEDY)
+        self._core = nccl.core
+        self._communicator = nccl.core.Communicator.init(
+            group.size(), self.rank, self.from_first(nccl.core.get_unique_id)
+        )
         if not self._communicator.host_rma_support:
             raise ValueError("transport: 'nccl_rma': this NCCL has no one-sided transfers between these GPUs")
-        self.lane = CudaLane(device)
-        self.watchdog = Watchdog(_REMEDY, partial(watch_gpu, device))
-        self._arena = Arena(self._allocate, self._free)
         self._aborted = False
-
-    def global_rank(self, peer: int) -> int:
-        """See `Wires`."""
-        return dist.get_global_rank(self._ranks, peer)
-
-    def reserve(self, nbytes: int) -> Tensor:
-        """See `Wires`."""
-        return self._arena.reserve(nbytes)
 
     def allow(self, peer: int, value: int) -> None:
         """See `Wires`."""
@@ -118,15 +100,9 @@ class NcclWires:
             self._aborted = True
             self._communicator.abort()
 
-    @property
-    def _ranks(self) -> dist.ProcessGroup:
-        group = self._group()
-        assert group is not None, "its process group is gone"
-        return group
-
     def _allocate(self, nbytes: int) -> Tensor:
         """Memory in a window that others write to; registering it is a collective."""
-        torch_dist.meet(self._ranks, self._device, f"NCCL: {nbytes} bytes of inboxes", self.timeout)
+        self.meet(f"{nbytes} bytes of inboxes")
         memory = torch.from_dlpack(self._core.mem_alloc(nbytes)).view(torch.uint8)
         self._window = self._communicator.register_window(memory, self._core.WindowFlag.COLL_SYMMETRIC)
         return memory

@@ -11,20 +11,15 @@ processes.
 
 from __future__ import annotations
 
-from datetime import timedelta
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marble.comm import torch_dist
-from marble.comm.arena import Arena
-from marble.comm.lane import CudaLane, watch_gpu
+from marble.comm.group_wires import GroupWires
 from marble.comm.one_sided import OneSided, Piece, Signal
-from marble.comm.watchdog import Watchdog
 
 _REMEDY = (
     "That rank died, stalled or raised, lost a rank itself, or runs something else; NVSHMEM cannot lose ranks, so "
@@ -64,7 +59,7 @@ def disconnect() -> None:
         nvshmem.core.finalize()
 
 
-class NvshmemWires:
+class NvshmemWires(GroupWires):
     """See `marble.comm.one_sided.Wires`.
 
     Args:
@@ -79,37 +74,20 @@ class NvshmemWires:
             from cuda.core import Device
         except ModuleNotFoundError as error:
             raise ValueError(f"transport: 'nvshmem' needs marble-attention[cuda]: {error}") from error
-        self.rank = group.rank()
-        self._group, self._device = ref(group), device
+        super().__init__(group, device, "NVSHMEM", _REMEDY)
         self._core, self._calls = nvshmem.core, nvshmem.bindings
         self._set = int(nvshmem.core.SignalOp.SIGNAL_SET)
         self._equal = int(nvshmem.core.ComparisonType.CMP_EQ)
-        options = group._get_backend(device).options
-        self.timeout: timedelta = options._timeout
-
-        made: list[Any] = [nvshmem.core.get_unique_id() if self.rank == 0 else None]
-        dist.broadcast_object_list(made, src=dist.get_global_rank(group, 0), group=group, device=device)
+        uid = self.from_first(nvshmem.core.get_unique_id)
         gpu = Device(device.index)
         gpu.set_current()
-        nvshmem.core.init(device=gpu, uid=made[0], rank=self.rank, nranks=group.size(), initializer_method="uid")
-
-        self.lane = CudaLane(device)
-        self.watchdog = Watchdog(_REMEDY, partial(watch_gpu, device))
+        nvshmem.core.init(device=gpu, uid=uid, rank=self.rank, nranks=group.size(), initializer_method="uid")
         self._rescue = torch.cuda.Stream(device, priority=-1)
-        self._arena = Arena(self._allocate, self._free)
         self._buffers: dict[int, Any] = {}
         # flags[signal][rank that raises it], int64.
         self._flags = self._symmetric(len(Signal) * group.size() * 8)
         self._flags.zero_()
-        torch_dist.meet(group, device, "NVSHMEM: signals", self.timeout)
-
-    def global_rank(self, peer: int) -> int:
-        """See `Wires`."""
-        return dist.get_global_rank(self._ranks, peer)
-
-    def reserve(self, nbytes: int) -> Tensor:
-        """See `Wires`."""
-        return self._arena.reserve(nbytes)
+        self.meet("signals")
 
     def allow(self, peer: int, value: int) -> None:
         """See `Wires`."""
@@ -145,15 +123,9 @@ class NvshmemWires:
             self._core.free(buffer)
         self._buffers.clear()
 
-    @property
-    def _ranks(self) -> dist.ProcessGroup:
-        group = self._group()
-        assert group is not None, "its process group is gone"
-        return group
-
     def _flag(self, signal: Signal, raiser: int) -> int:
         """The address of a signal that a rank raises; the same on all ranks, as the one that waits is said apart."""
-        return self._flags.data_ptr() + 8 * (signal * self._ranks.size() + raiser)
+        return self._flags.data_ptr() + 8 * (signal * self.group.size() + raiser)
 
     def _raise(
         self, signal: Signal, raiser: int, value: int, *, at: int, stream: torch.cuda.Stream | None = None
@@ -170,9 +142,9 @@ class NvshmemWires:
 
     def _allocate(self, nbytes: int) -> Tensor:
         # The allocation itself would wait for ever for a rank that does not come.
-        torch_dist.meet(self._ranks, self._device, f"NVSHMEM: {nbytes} bytes of inboxes", self.timeout)
+        self.meet(f"{nbytes} bytes of inboxes")
         return self._symmetric(nbytes)
 
     def _free(self, memory: Tensor) -> None:
-        torch_dist.meet(self._ranks, self._device, "NVSHMEM: inboxes that grow", self.timeout)
+        self.meet("inboxes that grow")
         self._core.free(self._buffers.pop(memory.data_ptr()))

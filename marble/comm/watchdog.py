@@ -69,6 +69,9 @@ class Watchdog:
         self.captured: list[Awaited] = []
         self._enter = enter
         self._steps: deque[Pending] = deque()
+        # Steps that are over. Destroying an event can wait for a lock of CUDA that a copy to the host holds as long as
+        # its stream is blocked, so that is left to the callers, who wait for nothing then.
+        self._over: list[Pending] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -87,6 +90,7 @@ class Watchdog:
     def watch(self, step: Pending) -> None:
         """Look after a step until its transfers are done."""
         with self._changed:
+            self._over.clear()
             self._steps.append(step)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="marble watchdog", daemon=True)
@@ -140,7 +144,8 @@ class Watchdog:
             if not late:
                 since = None
                 with self._changed:
-                    self._steps.popleft()
+                    self._over.append(self._steps.popleft())
+                    del step  # the last reference to it must not end here
                 continue
             if since is not None and time.monotonic() - since >= step.timeout:
                 self.fail(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,21 +16,43 @@ from marble.compose.schedules.fetch import all_gather, sparse_a2a
 from marble.compose.schedules.ring import ring
 from marble.compose.schedules.ulysses import HeadSplit, ulysses
 from marble.mask.pieces import NotDenseError
-from marble.mask.tiles import StoredMask
+from marble.mask.tiles import StoredMask, work_of
 from marble.order.balanced_samples import balanced_samples
 from marble.order.chunks import chunk_order
 from marble.order.contiguous import contiguous
-from marble.order.ptrr import ptrr
+from marble.order.ptrr import ptrr, ptrr_of_tiles
 from marble.order.token_order import TokenOrder
 
 Masks = tuple[StoredMask, ...]
 
+_EVENED = 16384
+"""Blocks up to which a second deal is tried for rings. Where there are more, chance evens the steps, and a deal costs
+tens of milliseconds."""
+
+
+class _Tiles(NamedTuple):
+    """The visited tiles of several masks over one stored sequence.
+
+    Attributes:
+        costs: int64 [masks, blocks], those of each query block.
+        stretches: all of them, for each mask (`StoredMask.stretches`).
+    """
+
+    costs: Tensor
+    stretches: tuple[Tensor, ...]
+
 
 @lru_cache(maxsize=2)
+def _tiles(masks: Masks, block: int) -> _Tiles:
+    """The tiles of each distinct mask. The last are kept, for other orders and numbers of ranks."""
+    stretches = tuple(mask.stretches(block) for mask in {id(mask): mask for mask in masks}.values())
+    blocks = -(-masks[0].storage.layout.tokens // block)
+    return _Tiles(torch.stack([work_of(found, blocks) for found in stretches]), stretches)
+
+
 def block_costs(masks: Masks, block: int) -> Tensor:
-    """Visited tiles of each stored query block for each distinct mask, int64 [masks, blocks]. The last are kept, for
-    other orders and numbers of ranks."""
-    return torch.stack([mask.work(block) for mask in {id(mask): mask for mask in masks}.values()])
+    """Visited tiles of each stored query block for each distinct mask, int64 [masks, blocks]."""
+    return _tiles(masks, block).costs
 
 
 def _deal_contiguous(masks: Masks, world: int, block: int) -> TokenOrder:
@@ -39,7 +62,8 @@ def _deal_contiguous(masks: Masks, world: int, block: int) -> TokenOrder:
 
 
 def _deal_ptrr(masks: Masks, world: int, block: int) -> TokenOrder:
-    ranks = ptrr(block_costs(masks, block), world)
+    costs, stretches = _tiles(masks, block)
+    ranks = ptrr(costs, world) if costs.shape[1] > _EVENED else ptrr_of_tiles(costs, stretches, world)
     return TokenOrder.of_blocks("ptrr", masks[0].storage, world, ranks, block)
 
 

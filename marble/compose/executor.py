@@ -53,11 +53,20 @@ class Memory:
                     total += -(-rows * buffer.heads * self.unit(buffer) // _APART) * _APART
         self.reserved = reserve(total) if reserve is not None and total else None
         self.tensors: dict[str, Tensor] = {}
+        own = kv[0].shape[0]
+        # Keys and values that neither leave nor are joined by others stay where they are.
+        self.kept = kv if "kv" not in declared.handled and self.buffers["kv"].rows == own else None
         for buffer in declared.buffers:
-            tensor = given.get(buffer.name)
-            self.tensors[buffer.name] = self.allocate(buffer) if tensor is None else tensor
-        for home, part in zip(self.pair(Rows("kv", 0, kv[0].shape[0])), kv, strict=True):
-            home.copy_(part)
+            if buffer.name in given:
+                self.tensors[buffer.name] = given[buffer.name]
+            elif buffer.name != "kv" or self.kept is None:
+                tensor = self.tensors[buffer.name] = self.allocate(buffer)
+                if buffer.kind is Kind.PAIRS:
+                    # Rows behind a ragged key block are read by whole-block loads and must be finite.
+                    tensor[own if buffer.name == "kv" else 0 :].zero_()
+        if self.kept is None:
+            for home, part in zip(self.pair(Rows("kv", 0, own)), kv, strict=True):
+                home.copy_(part)
 
     def unit(self, buffer: Buffer) -> int:
         """Bytes of one head of one row."""
@@ -76,11 +85,8 @@ class Memory:
         elif buffer.kind is Kind.STATISTICS:
             shape = (buffer.heads, buffer.rows)
         if self.reserved is not None and buffer.whole:
-            tensor = self.memory(buffer, self.places[buffer.name, True], shape)
-        else:
-            tensor = torch.empty(shape, dtype=self.dtype(buffer), device=self.like.device)
-        # Rows behind a ragged key block are read by whole-block loads and must be finite.
-        return tensor.zero_() if buffer.kind is Kind.PAIRS else tensor
+            return self.memory(buffer, self.places[buffer.name, True], shape)
+        return torch.empty(shape, dtype=self.dtype(buffer), device=self.like.device)
 
     def memory(self, buffer: Buffer, place: int, shape: Sequence[int]) -> Tensor:
         """Reserved memory from a place on, as values of a buffer."""
@@ -126,6 +132,9 @@ class Memory:
 
     def pair(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """Keys and values (or their gradients) of some rows, [rows, heads, head_dim] each."""
+        if rows.buffer == "kv" and self.kept is not None:
+            k, v = self.kept
+            return k[rows.start : rows.stop], v[rows.start : rows.stop]
         part = self.view(rows)
         return part[:, 0], part[:, 1]
 

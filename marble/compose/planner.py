@@ -18,8 +18,10 @@ from marble.compose.plan import Plan
 from marble.compose.schedule import Schedule
 from marble.compose.schedules.ulysses import HeadSplit
 from marble.compose.shape import AttentionShape
+from marble.cost.estimate import Estimate
 from marble.cost.profile import Profile
 from marble.cost.select import Candidate, candidates
+from marble.cost.select import estimates as layer_estimates
 from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
@@ -78,7 +80,7 @@ def plan(
             layout's modes. Padding stays invisible.
         tracks: further integer tracks [tokens] by name, for ``mask``.
         device: where to plan, and where the tile lists will lie. The plan is the same; a data loader's worker plans on
-            the CPU.
+            the CPU, and so does every plan with chunks or dense calls, whatever the device.
 
     Raises:
         TypeError, ValueError: if an argument is not what it must be; the message names it.
@@ -141,13 +143,17 @@ def _request(
     if not 1 <= block <= MAX_BLOCK:
         raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
     names = _resolve_schedules(schedule, len(layers))
-    if order is None:
-        order = "chunks" if "chunked" in names else "ptrr" if "ring" in names else "balanced_samples"
+    order = usual_order(names) if order is None else order
     if not isinstance(order, str):
         raise TypeError(f"order: expected a name, got {type(order).__name__}")
     if order not in ORDERS:
         raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
     return _Request(layout, b"", layers, world, rank, names, order, ulysses, block, device)
+
+
+def usual_order(schedules: Sequence[str]) -> str:
+    """The token order for some layers' schedules where none is named."""
+    return "chunks" if "chunked" in schedules else "ptrr" if "ring" in schedules else "balanced_samples"
 
 
 @lru_cache(maxsize=8)
@@ -174,6 +180,31 @@ def ranking(
     """What `plan` chooses among for a profile, the fastest first. Arguments as there."""
     where = _resolve_ranks(ranks, None, None)
     return _choose(_wanted(layout, layers, where, order, _resolve_degree(ulysses, None), block), profile, None, None)
+
+
+def estimates(
+    layout: Layout,
+    layer: AttentionShape,
+    ranks: int,
+    *,
+    order: str,
+    ulysses: int = 1,
+    block: int = MAX_BLOCK,
+    gpus_per_node: int,
+) -> dict[str, Estimate]:
+    """What every rank does in one layer under one token order, by the names of the schedules that it can have there.
+
+    Arguments as for `plan`; neighbouring ranks share a node, ``gpus_per_node`` each. The loads are those of groups of
+    ranks that share heads.
+    """
+    where = _resolve_ranks(ranks, None, None)
+    request = _request(layout, layer, where, "ring", order, ulysses, block, torch.device("cpu"))
+    masks = _stored_masks(layout, request.layers, None, None, request.device)
+    try:
+        groups = ORDERS[order](masks, request.world // request.ulysses, request.block)
+    except NotDenseError:
+        return {}
+    return dict(layer_estimates(masks[0], layer, groups, request.ulysses, request.block, gpus_per_node))
 
 
 def _wanted(
@@ -208,7 +239,9 @@ def _choose(
 
 def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] | None) -> Plan:
     layers, names, block, ulysses = request.layers, request.names, request.block, request.ulysses
-    masks = _stored_masks(request.layout, layers, mask, tracks, request.device)
+    # What dense calls can express is looked at span by span, by the host.
+    on_host = request.order == "chunks" or "chunked" in names
+    masks = _stored_masks(request.layout, layers, mask, tracks, torch.device("cpu") if on_host else request.device)
     try:
         groups = ORDERS[request.order](masks, request.world // ulysses, block)
     except NotDenseError as error:

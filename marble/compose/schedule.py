@@ -195,6 +195,14 @@ class Pass:
         """The declarations by name."""
         return {buffer.name: buffer for buffer in self.buffers}
 
+    @cached_property
+    def handled(self) -> frozenset[str]:
+        """The buffers that something else than calls reads or writes: transfers, clearing or adding."""
+        moved = (rows for step in self.steps for move in step.transfers for rows in (move.src, move.dst))
+        added = (rows for step in self.steps for add in step.adds for rows in (add.src, add.dst))
+        cleared = (rows for step in self.steps for rows in step.clears)
+        return frozenset(rows.buffer for rows in (*moved, *added, *cleared))
+
     def hold(self, several: Iterable[Rows]) -> None:
         """Raise a ValueError unless all these rows, and their heads, lie in a declared buffer."""
         buffers = self.buffers_by_name

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from marble.compose.cost import dense_counts, head_bytes, row_bytes, tile_counts
 from marble.compose.schedule import Call, Pass, Schedule
-from marble.cost.profile import Profile, ProfileError
+from marble.cost.profile import Profile
 from marble.kernels.contract import Tiles, Touch
 
 Array = NDArray[np.float64]
@@ -64,7 +64,16 @@ class Cost:
 
 
 def price(loads: Loads, profile: Profile, head_dim: int, block: int, *, backward: bool) -> Cost:
-    """The cost of a pass.
+    """The cost of a pass. Arguments and errors as for `compute_seconds` and `transfer_seconds`."""
+    compute = compute_seconds(loads, profile, head_dim, block, backward=backward)
+    links = transfer_seconds(loads, profile)
+    moving = int((links > 0).any(1).sum())
+    busiest = compute.max(1)
+    return Cost(busiest, np.maximum(compute, links).max(1) - busiest, moving * (profile.step or 0.0))
+
+
+def compute_seconds(loads: Loads, profile: Profile, head_dim: int, block: int, *, backward: bool) -> Array:
+    """What every rank computes in every step of a pass, in seconds, float64 [steps, ranks].
 
     Args:
         loads: what its ranks do.
@@ -74,7 +83,7 @@ def price(loads: Loads, profile: Profile, head_dim: int, block: int, *, backward
         backward: whether it is a backward pass: five products for each tile instead of two.
 
     Raises:
-        ProfileError: if the profile does not know the head size, or has more than one node to cross and no bandwidth.
+        ProfileError: if the profile does not know the head size.
     """
     partial, unit = (
         (profile.backward_partial, profile.backward_unit)
@@ -83,18 +92,19 @@ def price(loads: Loads, profile: Profile, head_dim: int, block: int, *, backward
     )
     per_tile = (10 if backward else 4) * block**2 * head_dim / profile.rates(head_dim)[backward]
     work = loads.tiles + (partial - 1) * loads.partial + unit * loads.units
-    compute = work * per_tile + loads.memory / profile.memory
+    return work * per_tile + loads.memory / profile.memory
+
+
+def transfer_seconds(loads: Loads, profile: Profile) -> Array:
+    """What every rank's transfers of every step take, in seconds, float64 [steps, ranks].
+
+    Raises:
+        ProfileError: if there is more than one node to cross, and the profile has no bandwidth between them.
+    """
     links = loads.inside / profile.inside
     if loads.across.any():
-        if profile.across is None:
-            raise ProfileError(
-                f"profile: {profile.machine!r} knows no bandwidth between nodes, so it holds for the "
-                f"{profile.gpus_per_node} GPUs of one; measure it with marble fit, or plan for fewer ranks"
-            )
-        links = links + loads.across / profile.across
-    moving = int((links > 0).any(1).sum())
-    busiest = compute.max(1)
-    return Cost(busiest, np.maximum(compute, links).max(1) - busiest, moving * (profile.step or 0.0))
+        links = links + loads.across / profile.bandwidth_across
+    return links
 
 
 def loads_of(

@@ -74,6 +74,20 @@ class Profile:
             )
         return found[0], found[1]
 
+    @property
+    def bandwidth_across(self) -> float:
+        """Bytes/s from one GPU to another node's.
+
+        Raises:
+            ProfileError: if the profile does not know it.
+        """
+        if self.across is None:
+            raise ProfileError(
+                f"profile: {self.machine!r} knows no bandwidth between nodes, so it holds for the "
+                f"{self.gpus_per_node} GPUs of one; measure it with marble fit, or plan for fewer ranks"
+            )
+        return self.across
+
     @classmethod
     def load(cls, name: str | Path) -> Profile:
         """A shipped profile by name, or one from a TOML file.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -177,45 +178,68 @@ class _Chooser:
     def _options(
         self, number: int, groups: TokenOrder, degree: int, counts: dict[tuple[int, bool], PairCounts]
     ) -> Iterator[Option]:
-        mask, shape = self.masks[number], self.layers[number]
-        split = HeadSplit(shape.heads, shape.kv_heads, degree)
-        place = Place(groups.world, split, shape.head_dim, self.profile.gpus_per_node, self.block)
-        # With one group nothing moves: all schedules of tiles are one call.
-        for name in SCHEDULES if groups.world > 1 else ("ring",):
-            if name == "chunked" and groups.name != "chunks":
-                continue  # any other order takes more sequences
-            try:
-                found = self._estimate(name, mask, groups, place, counts)
-            except NotDenseError:
-                continue
-            forward = price(found.forward, self.profile, shape.head_dim, self.block, backward=False)
-            backward = price(found.backward, self.profile, shape.head_dim, self.block, backward=True)
-            yield Option(name, forward, backward, found.memory)
+        mask, shape, profile = self.masks[number], self.layers[number], self.profile
+        for name, found in estimates(mask, shape, groups, degree, self.block, profile.gpus_per_node, counts):
+            yield Option(name, *priced(found, profile, shape.head_dim, self.block), found.memory)
 
-    def _estimate(
-        self, name: str, mask: StoredMask, groups: TokenOrder, place: Place, counts: dict[tuple[int, bool], PairCounts]
-    ) -> Estimate:
-        """From counts where the mask has ranges, else from the schedules themselves."""
+
+def estimates(
+    mask: StoredMask,
+    shape: AttentionShape,
+    groups: TokenOrder,
+    degree: int,
+    block: int,
+    gpus_per_node: int,
+    counts: dict[tuple[int, bool], PairCounts] | None = None,
+) -> Iterator[tuple[str, Estimate]]:
+    """What ranks do in one layer under one token order, for every schedule that the layer can have there.
+
+    Args:
+        mask: the layer's mask, on the CPU.
+        shape: its heads.
+        groups: the tokens of the groups of ranks that share heads.
+        degree: ranks of a group.
+        block: rows of a tile's block.
+        gpus_per_node: ranks of a node; neighbours share one.
+        counts: what is known of masks under this order, by the mask's identity; shared between layers.
+
+    Yields:
+        The schedule's name, and its loads.
+    """
+    counts = {} if counts is None else counts
+    split = HeadSplit(shape.heads, shape.kv_heads, degree)
+    place = Place(groups.world, split, shape.head_dim, gpus_per_node, block)
+    # With one group nothing moves: all schedules of tiles are one call.
+    for name in SCHEDULES if groups.world > 1 else ("ring",):
         dense = name == "chunked"
+        if dense and groups.name != "chunks":
+            continue  # any other order takes more sequences
         if not countable(mask):
-            return self._built(name, mask, groups, place)
-        if dense and not _is_dense(mask):
-            raise NotDenseError("chunked: no dense calls for this mask")
-        if (id(mask), dense) not in counts:
-            counts[id(mask), dense] = PairCounts.of(groups, mask, self.block, dense=dense)
-        return ESTIMATES[name](counts[id(mask), dense], place)
+            with suppress(NotDenseError):
+                yield name, _built(name, mask, groups, place)
+        elif not dense or _is_dense(mask):
+            if (id(mask), dense) not in counts:
+                counts[id(mask), dense] = PairCounts.of(groups, mask, block, dense=dense)
+            yield name, ESTIMATES[name](counts[id(mask), dense], place)
 
-    def _built(self, name: str, mask: StoredMask, groups: TokenOrder, place: Place) -> Estimate:
-        degree = place.split.degree
-        order = groups if degree == 1 else groups.split(degree)
-        ranks = range(self.world)
-        schedules = list(build(name, groups, order, mask, self.block, place.split, ranks).values())
-        forward, backward = (
-            loads_of(schedules, place.head_dim, place.gpus_per_node, block=self.block, backward=which)
-            for which in (False, True)
-        )
-        passes = (which for schedule in schedules for which in (schedule.forward, schedule.backward))
-        return Estimate(forward, backward, max(memory_of(which, place.head_dim) for which in passes))
+
+def priced(found: Estimate, profile: Profile, head_dim: int, block: int) -> tuple[Cost, Cost]:
+    """What the forward and the backward pass of a layer take. Errors as for `marble.cost.loads.price`."""
+    forward = price(found.forward, profile, head_dim, block, backward=False)
+    return forward, price(found.backward, profile, head_dim, block, backward=True)
+
+
+def _built(name: str, mask: StoredMask, groups: TokenOrder, place: Place) -> Estimate:
+    """From the schedules themselves, for masks without ranges."""
+    degree = place.split.degree
+    order = groups if degree == 1 else groups.split(degree)
+    schedules = list(build(name, groups, order, mask, place.block, place.split, range(order.world)).values())
+    forward, backward = (
+        loads_of(schedules, place.head_dim, place.gpus_per_node, block=place.block, backward=which)
+        for which in (False, True)
+    )
+    passes = (which for schedule in schedules for which in (schedule.forward, schedule.backward))
+    return Estimate(forward, backward, max(memory_of(which, place.head_dim) for which in passes))
 
 
 @lru_cache(maxsize=4)

@@ -211,7 +211,11 @@ class _Hull:
 
     def take(self, index: Tensor | slice | int) -> _Hull:
         """The sets of some spans."""
-        return _Hull(self.ends[index], self.count[index])
+        if not isinstance(index, Tensor):
+            return _Hull(self.ends[index], self.count[index])
+        # On a CPU this is four times as fast as indexing.
+        ends, count = (part.index_select(0, index.flatten()) for part in (self.ends, self.count))
+        return _Hull(ends.view(index.shape + self.ends.shape[1:]), count.view(index.shape + self.count.shape[1:]))
 
     def range(self, real: Tensor) -> tuple[Tensor, Tensor]:
         """Where ``real`` holds, lo and hi, int64 [..., 2], equal for the empty set; and whether there is no other token
@@ -309,7 +313,7 @@ class _Spans:
         key = by.gather(1, order)
         fresh = torch.ones_like(members)
         torch.ne(key[:, 1:], key[:, :-1], out=fresh[:, 1:])
-        hull = _Hull(self.own.ends[order], self.own.count[order]).where(members.gather(1, order))
+        hull = self.own.take(order).where(members.gather(1, order))
         # Scans run over all spans at once: a shift per group keeps earlier groups from mattering.
         shift = (fresh.cumsum(1) * (4 * _FAR // max(by.shape[1], 1))).unsqueeze(-1)
         ends = shift - running_max((shift - hull.ends).movedim(-1, 0)).movedim(0, -1)

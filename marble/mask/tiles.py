@@ -112,23 +112,21 @@ class StoredMask:
                     found[tiles[0]] = True
         return answer
 
-    def work(self, block: int) -> Tensor:
-        """Visited tiles of each query block of the whole stored sequence, int64 [blocks]."""
+    def stretches(self, block: int) -> Tensor:
+        """Every visited tile of the whole stored sequence once, in stretches of query blocks: key block, first query
+        block and one past the last, int64 [3, stretches]. Some may be empty."""
         keys = Side(Blocks.whole(self.storage, block), None if self.ranges is None else self.ranges.key_spans)
         pairing = Pairing(self.mask, lambda: self.tracks, replace(keys, ranges=None), keys)
-        change = torch.zeros(len(keys.blocks) + 1, dtype=torch.int64, device=keys.blocks.of.device)
-        left = pairing.keys.left
-        if pairing.keys.ranges is not None:
-            _, first, last = pairing.touched()
-            one = torch.ones_like(first)
-            change.index_add_(0, first, one).index_add_(0, last, one, alpha=-1)
-        if len(left) or pairing.keys.ranges is None:
-            (_, first, count), (_, query) = pairing.by_summaries(left)
-            last = first + count
-            change += torch.bincount(first, minlength=len(change)) - torch.bincount(last, minlength=len(change))
-            found = torch.bincount(query, minlength=len(change))
-            return change.cumsum(0)[:-1] + found[:-1]
-        return change.cumsum(0)[:-1]
+        left, ranged = pairing.keys.left, pairing.keys.ranges is not None
+        found = [torch.stack(pairing.touched())] if ranged else []
+        if len(left) or not ranged:
+            (key, first, count), (one_key, query) = pairing.by_summaries(left)
+            found += [torch.stack([key, first, first + count]), torch.stack([one_key, query, query + 1])]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def work(self, block: int) -> Tensor:
+        """Visited tiles of each query block of the whole stored sequence, int64 [blocks]."""
+        return work_of(self.stretches(block), -(-self.storage.layout.tokens // block))
 
     def _side(self, shards: Sequence[Shard], block: int, *, keys: bool) -> Side:
         ranges = None
@@ -142,6 +140,14 @@ class StoredMask:
             return self._side([rows], keys.blocks.block, keys=False)
         number = next(number for number, shard in enumerate(keys.blocks.shards) if shard is rows)
         return Side(keys.blocks.part(number), None if self.ranges is None else self.ranges.query_spans)
+
+
+def work_of(stretches: Tensor, blocks: int) -> Tensor:
+    """Tiles of each query block, int64 [blocks], from `StoredMask.stretches`."""
+    change = torch.zeros(blocks + 1, dtype=torch.int64, device=stretches.device)
+    _, first, last = stretches
+    one = torch.ones_like(first)
+    return change.index_add_(0, first, one).index_add_(0, last, one, alpha=-1).cumsum(0)[:-1]
 
 
 def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:

@@ -101,11 +101,17 @@ def chunks(
 def chunk_order(mask: StoredMask, ranks: int, least: int, *, refine: bool = True) -> TokenOrder:
     """The token order of `chunks`; arguments and errors as there. Without refinement, half as many chunks at most."""
     most = _MOST if refine else _MOST // 2
-    rank = torch.from_numpy(chunks(mask, ranks, least, refine=refine, most=most).rank)
-    start, stop, chunk = chunk_segments(mask.storage, len(rank)).T
+    return chunked_order(
+        mask.storage, ranks, torch.from_numpy(chunks(mask, ranks, least, refine=refine, most=most).rank)
+    )
+
+
+def chunked_order(storage: Storage, ranks: int, rank: Tensor) -> TokenOrder:
+    """The token order of chunks (almost) equal in length, chunk i on rank ``rank[i]``; int64 [chunks]."""
+    start, stop, chunk = chunk_segments(storage, len(rank)).T
     owner, count = torch.unique_consecutive(rank[chunk], return_counts=True)
     last = count.cumsum(0) - 1
-    return TokenOrder("chunks", mask.storage, ranks, torch.stack([start[last - count + 1], stop[last], owner], 1))
+    return TokenOrder("chunks", storage, ranks, torch.stack([start[last - count + 1], stop[last], owner], 1))
 
 
 def chunk_segments(storage: Storage, count: int) -> Tensor:

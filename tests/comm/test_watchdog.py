@@ -102,6 +102,22 @@ def test_a_failing_device_is_a_failure() -> None:
         dog.check()
 
 
+def test_events_end_with_the_callers() -> None:
+    """Not in the watchdog's thread: where a copy to the host waits for a blocked stream, that would wait with it."""
+    ended: list[int] = []
+
+    class Owned(Flag):
+        def __del__(self) -> None:
+            ended.append(threading.get_ident())
+
+    dog = Watchdog("Restart")
+    for step in range(4):
+        dog.watch(Pending(Owned(True), (awaited(step, Owned(True)),), timeout=60))
+        assert until(lambda: not dog._steps)
+        time.sleep(0.01)
+    assert ended == [threading.get_ident()] * 6
+
+
 def test_its_thread_ends_and_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marble.comm.watchdog._IDLE", 0.01)
     entered: list[int] = []

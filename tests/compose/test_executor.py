@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from virtual import case_of, differences, nan_in_new_memory, random_inputs, run, truth
 
 from marble.compose import executor
-from marble.compose.schedule import Buffer, Kind, Pass
+from marble.compose.schedule import Buffer, Kind, Pass, Rows, Step, Transfer
 from marble.kernels.contract import State
 from marble.kernels.reference import ReferenceBackend
 from marble.layout import Layout, Span
@@ -107,7 +107,8 @@ def test_buffers_that_are_summed_are_float32(rng):
             memory = executor.Memory(declared, q, (k[shard], v[shard]), tensors)
             for buffer in declared.buffers:
                 expected = torch.float32 if buffer.kind in SUMS else torch.bfloat16
-                assert memory.tensors[buffer.name].dtype == expected, buffer
+                held = memory.pair(Rows("kv", 0, 0))[0] if buffer.name == "kv" else memory.tensors[buffer.name]
+                assert held.dtype == expected, buffer
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,24 @@ def test_results_and_state_are_in_the_accumulation_type(dtype, sums):
     assert {result[name].dtype for name in ("lse", "dq", "dk", "dv")} == {sums}
     assert {part.dtype for state in states for part in (state.acc, state.m, state.l)} == {sums}
     assert all(isinstance(state, State) for state in states)
+
+
+def test_keys_that_stay_where_they_are_are_not_copied():
+    """And they are if they move, are joined by others, or something else than calls writes to their buffer."""
+    k, v = torch.arange(30, dtype=torch.bfloat16).view(2, 5, 1, 3)
+    own, behind = Rows("kv", 0, 5), Rows("kv", 5, 8)
+    steps = [
+        (5, Step()),
+        (8, Step()),
+        (5, Step(clears=(own,))),
+        (5, Step((Transfer(0, Rows("kv", 0, 3), 1, behind),))),
+        (8, Step((Transfer(1, Rows("kv", 0, 3), 0, behind),))),
+    ]
+    for rows, step in steps:
+        memory = executor.Memory(Pass((Buffer("kv", Kind.PAIRS, rows, 1),), (step,)), k, (k, v), {})
+        for held, part in zip(memory.pair(Rows("kv", 1, 5)), (k, v), strict=True):
+            assert torch.equal(held, part[1:])
+            assert (held.data_ptr() == part[1:].data_ptr()) == ((rows, step) == steps[0])
 
 
 def test_unused_rows_behind_a_ragged_shard_are_finite():

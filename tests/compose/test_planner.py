@@ -30,3 +30,12 @@ def test_planning_says_everywhere_where_its_tensors_lie(schedule: str, shapes: t
     with torch.device("meta"):
         blind = planner._make(request, None, None)
     assert pickle.dumps(Packed.of(blind.schedules)) == pickle.dumps(Packed.of(plan.schedules))
+
+
+@pytest.mark.parametrize(("schedule", "order"), [("chunked", "chunks"), ("ring", "chunks"), ("chunked", "ptrr")])
+def test_chunks_and_dense_calls_are_planned_on_the_host(schedule: str, order: str) -> None:
+    """Whatever device is asked for: on this one nothing could be looked at."""
+    layout, how = Layout([LAYOUT.samples[1]]), {"ranks": 3, "schedule": schedule, "order": order, "block": 16}
+    here, there = (marble.plan(layout, SHAPES[0], device=device, **how) for device in ("cpu", "meta"))
+    assert pickle.dumps(Packed.of(there.schedules)) == pickle.dumps(Packed.of(here.schedules))
+    assert there.order.storage.device == torch.device("cpu")

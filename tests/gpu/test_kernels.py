@@ -1,4 +1,5 @@
-"""The Hopper kernels on a GPU: as exact as the reference in the same precision, on whatever a call may ask."""
+"""The kernels on a Hopper GPU, or on a Blackwell GPU if there ever is one: as exact as the reference in the same
+precision, on whatever a call may ask."""
 
 import time
 from dataclasses import replace
@@ -18,8 +19,9 @@ from marble.testing.exactness import GATE, Problem, distributed, error_ratios, r
 from marble.testing.layouts import planned_storage, stored_mask
 from marble.workloads import WORKLOADS, build
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+CHIPS = (launch.HOPPER, *launch.BLACKWELL)
+KNOWN = torch.cuda.is_available() and torch.cuda.get_device_capability() in CHIPS
+pytestmark = pytest.mark.skipif(not KNOWN, reason="needs a Hopper or Blackwell GPU")
 
 BLOCK = 128
 REFERENCE = ReferenceBackend()

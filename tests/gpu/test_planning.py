@@ -38,6 +38,21 @@ def test_a_gpu_plans_the_same(layout: Layout, schedule: str) -> None:
     assert there.schedules_on(torch.device("cuda", torch.cuda.current_device())) is there.schedules
 
 
+@pytest.mark.parametrize(
+    ("schedule", "order"), [("chunked", "chunks"), ("ring", "chunks"), ("all_gather", "contiguous")]
+)
+def test_plans_of_chunks_and_of_gathered_keys_are_the_same_too(schedule: str, order: str) -> None:
+    """Those of chunks are made on the CPU."""
+    layout, shape = CASES["bagel_mix"], AttentionShape(8, 2, 64)
+    here, there = (
+        marble.plan(layout, shape, ranks=4, rank=1, schedule=schedule, order=order, device=device)
+        for device in ("cpu", "cuda")
+    )
+    assert pickle.dumps(Packed.of(here.schedules)) == pickle.dumps(Packed.of(there.schedules))
+    works = there.schedules_on(torch.device("cuda", torch.cuda.current_device()))[0][1].works
+    assert all(work.touch.is_cuda for work in works)
+
+
 def test_a_gpu_plans_in_milliseconds() -> None:
     layout = build("bagel_mix", 4 * 1024 * 1024)
     seconds = []

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 from collections import Counter
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from marble.layout import Layout, Span
 from marble.mask.storage import Storage
+from marble.mask.tiles import work_of
 from marble.order.balanced_samples import balanced_samples
 from marble.order.contiguous import contiguous
-from marble.order.ptrr import ptrr
+from marble.order.ptrr import ptrr, ptrr_of_tiles
 from marble.order.set_apart import set_apart
 from marble.order.token_order import TokenOrder
 from marble.testing.layouts import (
@@ -80,6 +82,54 @@ def test_ptrr_evens_single_steps_for_two_kinds_of_layers():
         work = torch.bincount(dealt[query] * ranks + step, minlength=ranks * ranks).view(ranks, ranks)
         assert work.amax(0).sum() <= 1.05 * work.sum(1).double().mean()
         assert work.sum(1).max() <= 1.001 * work.sum(1).double().mean()
+
+
+def ring_tiles(stretches, dealt, ranks):
+    """Tiles of each rank (first index) in each step of a ring (second index), pair by pair."""
+    tiles = torch.zeros(ranks, ranks, dtype=torch.int64)
+    for key, first, last in stretches.T.tolist():
+        for query in range(first, last):
+            tiles[dealt[query], (dealt[query] - dealt[key]) % ranks] += 1
+    return tiles
+
+
+def long_sample(spans):
+    """A causal sample of random spans, every other one seen by itself alone, as noise is."""
+    rng, ends = Random(2), [0]
+    for _ in range(spans):
+        ends.append(ends[-1] + rng.randint(1, 12))
+    stretches = [
+        (key, low if span % 2 else key, high if span % 2 else ends[-1])
+        for span, (low, high) in enumerate(pairwise(ends))
+        for key in range(low, high)
+    ]
+    return torch.tensor(stretches).T, ends[-1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ptrr_of_tiles_evens_the_steps_of_long_samples(ranks):
+    stretches, blocks = long_sample(100)
+    work = work_of(stretches, blocks)
+    slowest = {}
+    for name, dealt in (("queries", ptrr(work, ranks)), ("tiles", ptrr_of_tiles(work[None], [stretches], ranks))):
+        tiles = ring_tiles(stretches, dealt, ranks)
+        assert tiles.sum(1).max() <= 1.004 * tiles.sum() / ranks
+        slowest[name] = float(tiles.amax(0).sum() / (tiles.sum() / ranks))
+    assert slowest["tiles"] <= 1 + 0.005 * ranks
+    assert slowest["queries"] >= slowest["tiles"] + 0.01
+
+
+def test_ptrr_of_tiles_keeps_the_deal_whose_steps_are_more_even():
+    """Short causal documents, and work that would no longer be even, are dealt by queries alone."""
+    rng, ranks = Random(1), 8
+    ends = torch.tensor([rng.randint(2, 12) for _ in range(150)]).cumsum(0)
+    first = torch.arange(int(ends[-1]))
+    stretches = torch.stack([first, first, ends[torch.searchsorted(ends, first, right=True)]])
+    work = work_of(stretches, len(first))
+    dealt = ptrr(work, ranks)
+    assert torch.equal(ptrr_of_tiles(work[None], [stretches], ranks), dealt)
+    one = torch.tensor([[0], [0], [1]])
+    assert ptrr_of_tiles(torch.ones(1, 1, dtype=torch.int64), [one], 4).tolist() == [0]
 
 
 def test_ptrr_with_more_ranks_than_blocks():

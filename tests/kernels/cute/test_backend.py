@@ -1,4 +1,5 @@
-"""What the Hopper backend refuses, before anything is launched. What it computes is tested on a GPU (tests/gpu)."""
+"""What the Hopper backend refuses before anything is launched, and which GPU gets which backend. What it computes is
+tested on a GPU (tests/gpu)."""
 
 import pytest
 import torch
@@ -36,7 +37,20 @@ def test_refusals(wrong: dict[str, object], message: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"'cute' runs on Hopper GPUs \(SM 9.0\), found no GPU; 'reference' runs everywhere"
-    ):
+    with pytest.raises(ValueError, match=r"'cute' runs on Hopper GPUs \(SM 9.0\) .*, found no GPU; 'reference' runs"):
         launch.backend("cute")
+
+
+CHIPS = {(9, 0): "cute", (10, 0): "blackwell", (10, 3): "blackwell", (11, 0): None, (12, 0): None, (8, 0): None}
+
+
+@pytest.mark.parametrize(("chip", "name"), CHIPS.items())
+def test_the_gpu_decides(chip: tuple[int, int], name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: chip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    if name is None:
+        with pytest.raises(ValueError, match=rf"found A GPU \(SM {chip[0]}\.{chip[1]}\); 'reference' runs everywhere"):
+            launch.backend("cute")
+    else:
+        assert launch.backend("cute").name == name
