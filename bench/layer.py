@@ -88,10 +88,13 @@ def join(repeats: int, exact_tokens: int, skip: tuple[str, ...] = ()) -> Setting
     return Settings(backend("cute"), device, exact_tokens, partial(milliseconds, repeats=repeats), skip)
 
 
-def leave() -> None:
-    """Leave them."""
+def leave(short: Sequence[str], failed: Sequence[str]) -> int:
+    """Say which bars are missed and which cases failed, and leave the other processes; the exit code."""
+    say(f"missed: {short}" if short else "no bar missed")
+    say(f"failed: {failed}" if failed else "no case failed")
     nvshmem.disconnect()
     dist.destroy_process_group()
+    return 1 if short or failed else 0
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -112,10 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
         failed += broken
         if dist.get_rank() == 0:
             write("layer", rows, given.out, part=workload, left_out=left_out)
-    say(f"missed: {short}" if short else "no bar missed")
-    say(f"failed: {failed}" if failed else "no case failed")
-    leave()
-    return 1 if short or failed else 0
+    return leave(short, failed)
 
 
 if __name__ == "__main__":

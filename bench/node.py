@@ -148,10 +148,7 @@ def main(words: Sequence[str] | None = None) -> int:
     short = missed(rows, world)
     if dist.get_rank() == 0:
         write("node", rows, given.out, part=str(world), left_out=left_out)
-    say(f"missed: {short}" if short else "no bar missed")
-    say(f"failed: {failed}" if failed else "no case failed")
-    leave()
-    return 1 if short or failed else 0
+    return leave(short, failed)
 
 
 if __name__ == "__main__":

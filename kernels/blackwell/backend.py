@@ -17,12 +17,12 @@ from marble.kernels.blackwell.backward_sm100 import run_backward
 from marble.kernels.blackwell.forward_sm100 import run_forward
 from marble.kernels.blackwell.lists import BLOCK, Grid, lower, lower_all
 from marble.kernels.contract import State, Work
+from marble.kernels.cute.binding import expect, readable
 from marble.kernels.cute.delta import run_delta
 from marble.kernels.triton.fold import add_tiles, fold_partial
 from marble.kernels.triton.pack import gather_blocks
 
 HEAD_DIMS = (64, 128)
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Kernels(NamedTuple):
@@ -70,7 +70,7 @@ class BlackwellBackend:
         scale: float,
     ) -> None:
         """See `Backend.forward`."""
-        self._check(q, scale)
+        expect(self.name, q, scale, HEAD_DIMS, self.kernels.device)
         call = lower(work)
         if not len(call.queries):
             return
@@ -83,7 +83,7 @@ class BlackwellBackend:
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """See `Backend.delta`."""
-        return self.kernels.delta(_readable(out), _readable(dout))
+        return self.kernels.delta(readable(out), readable(dout))
 
     def backward(
         self,
@@ -101,7 +101,7 @@ class BlackwellBackend:
         scale: float,
     ) -> None:
         """See `Backend.backward`."""
-        self._check(q, scale)
+        expect(self.name, q, scale, HEAD_DIMS, self.kernels.device)
         call = lower(work)
         if call.empty:
             return
@@ -114,29 +114,9 @@ class BlackwellBackend:
         add_tiles(dk, tiles[1], call.keys, scale)
         add_tiles(dv, tiles[2], call.keys, 1.0)
 
-    def _check(self, q: Tensor, scale: float) -> None:
-        if q.dtype not in DTYPES or q.shape[2] not in HEAD_DIMS:
-            raise ValueError(
-                f"backend: 'blackwell' computes bfloat16 and float16 with head dimension 64 or 128, got {q.dtype} with "
-                f"{q.shape[2]}; 'reference' computes all"
-            )
-        if not scale > 0:
-            raise ValueError(f"scale: must be > 0, got {scale}")
-        if q.device.type != self.kernels.device:
-            raise ValueError(
-                f"backend: 'blackwell' computes on GPUs, got tensors on {q.device}; 'reference' runs everywhere"
-            )
-
 
 def _taken(blocks: Grid, x: Tensor) -> Tensor:
     """The rows of blocks, as the kernels number them: at most 128 for each."""
     if blocks.packed:
         return gather_blocks(x.contiguous(), blocks.first, blocks.length, BLOCK)
-    return _readable(x[: len(blocks) * BLOCK])
-
-
-def _readable(x: Tensor) -> Tensor:
-    """``x``, or a copy of it that the copy engine can read."""
-    granule = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(stride % granule == 0 for stride in x.stride()[:-1])
-    return x if aligned and x.stride(-1) == 1 else x.contiguous()
+    return readable(x[: len(blocks) * BLOCK])

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from marble.kernels.contract import State, Work
 from marble.kernels.cute import backward_sm90, forward_sm90
+from marble.kernels.cute.binding import expect, readable
 from marble.kernels.cute.delta import run_delta
 from marble.kernels.cute.worklist import lower, lower_all
 
 HEAD_DIMS = (64, 128)
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 class CuteBackend:
@@ -48,17 +48,17 @@ class CuteBackend:
         scale: float,
     ) -> None:
         """See `Backend.forward`."""
-        _check(q, scale)
+        expect(self.name, q, scale, HEAD_DIMS)
         lists = lower(work).by_query
         if not len(lists.items):
             return
         state = State.empty(q.shape[1], 0, q.shape[2], torch.float32, q.device) if state is None else state
-        q, k, v = _readable(q), _readable(k), _readable(v)
+        q, k, v = readable(q), readable(k), readable(v)
         forward_sm90.run_forward(q, k, v, out, lse, state, lists, scale, self.multiprocessors(q.device))
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """See `Backend.delta`."""
-        return run_delta(_readable(out), _readable(dout))
+        return run_delta(readable(out), readable(dout))
 
     def backward(
         self,
@@ -76,29 +76,10 @@ class CuteBackend:
         scale: float,
     ) -> None:
         """See `Backend.backward`."""
-        _check(q, scale)
+        expect(self.name, q, scale, HEAD_DIMS)
         lists = lower(work).by_key
         if not len(lists.items):
             return
-        q, k, v, dout = _readable(q), _readable(k), _readable(v), _readable(dout)
+        q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
         sms = self.multiprocessors(q.device)
         backward_sm90.run_backward(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
-
-
-def _check(q: Tensor, scale: float) -> None:
-    if q.dtype not in DTYPES or q.shape[2] not in HEAD_DIMS:
-        raise ValueError(
-            f"backend: 'cute' computes bfloat16 and float16 with head dimension 64 or 128, got {q.dtype} with "
-            f"{q.shape[2]}; 'reference' computes all"
-        )
-    if not scale > 0:
-        raise ValueError(f"scale: must be > 0, got {scale}")
-    if not q.is_cuda:
-        raise ValueError(f"backend: 'cute' computes on GPUs, got tensors on {q.device}; 'reference' runs everywhere")
-
-
-def _readable(x: Tensor) -> Tensor:
-    """``x``, or a copy of it that the copy engine can read."""
-    granule = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(stride % granule == 0 for stride in x.stride()[:-1])
-    return x if aligned and x.stride(-1) == 1 else x.contiguous()

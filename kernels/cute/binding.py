@@ -7,6 +7,7 @@ import torch
 from cutlass import BFloat16, Float16, Int32, cute
 from quack.compile_utils import make_fake_tensor
 from quack.cute_dsl_utils import mlir_namedtuple
+from torch import Tensor
 
 from marble.kernels.cute.worklist import WorkList
 
@@ -39,3 +40,28 @@ def fake_lists() -> Any:
 def fake(dtype: type[cutlass.Numeric], *shape: Any, aligned: bool = True) -> cute.Tensor:
     """A tensor of unknown sizes and outer strides for compilation, aligned to 16 bytes with all its rows or not."""
     return make_fake_tensor(dtype, shape, divisibility=128 // dtype.width if aligned else 1)
+
+
+DTYPES = tuple(ELEMENTS)
+
+
+def expect(backend: str, q: Tensor, scale: float, head_dims: tuple[int, ...], device: str = "cuda") -> None:
+    """Raise a ValueError unless a backend computes queries like these, with this scale, on this type of device."""
+    if q.dtype not in DTYPES or q.shape[2] not in head_dims:
+        raise ValueError(
+            f"backend: {backend!r} computes bfloat16 and float16 with head dimension "
+            f"{' or '.join(map(str, head_dims))}, got {q.dtype} with {q.shape[2]}; 'reference' computes all"
+        )
+    if not scale > 0:
+        raise ValueError(f"scale: must be > 0, got {scale}")
+    if q.device.type != device:
+        raise ValueError(
+            f"backend: {backend!r} computes on GPUs, got tensors on {q.device}; 'reference' runs everywhere"
+        )
+
+
+def readable(x: Tensor) -> Tensor:
+    """``x``, or a copy of it that the copy engine can read."""
+    granule = 16 // x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and all(stride % granule == 0 for stride in x.stride()[:-1])
+    return x if aligned and x.stride(-1) == 1 else x.contiguous()

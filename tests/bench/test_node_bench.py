@@ -81,7 +81,8 @@ def whole_bench(_rank: int, folder: str) -> int:
     settings = Settings(backend("reference"), torch.device("cpu"), 256, lambda layers: dict.fromkeys(layers, 1.0))
     with (
         mock.patch("bench.node.join", return_value=settings),
-        mock.patch("bench.node.leave"),
+        mock.patch("bench.layer.nvshmem.disconnect"),
+        mock.patch("bench.layer.dist.destroy_process_group"),
         mock.patch("bench.node.AttentionShape", lambda *shape: AttentionShape(4, 2, 16, shape[3])),
         mock.patch("bench.node.cases", return_value=[replace(CASE, name="nothing")]),
     ):
