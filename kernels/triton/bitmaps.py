@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from marble.kernels.triton.tuned import tuned
+
 
 @triton.jit
 def _bits(
@@ -99,6 +101,6 @@ def packed_bits(tracks: Tensor, q_at: Tensor, k_at: Tensor, window: int | None =
             WINDOW=window or 0,
             BLOCK=size,
             WORDS=size // 32,
-            num_warps=8,
+            **tuned("bitmaps"),
         )
     return q_bits, k_bits

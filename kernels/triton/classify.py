@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from marble.kernels.triton.tuned import tuned
+
 EMPTY, OPEN, FULL = 0, 1, 2
 
 
@@ -87,6 +89,7 @@ def classify(q: tuple[Tensor, Tensor, Tensor], k: tuple[Tensor, Tensor, Tensor],
     queries, keys = q[0].shape[1], k[0].shape[1]
     state = torch.empty(queries, keys, dtype=torch.int8, device=q[0].device)
     if state.numel():
-        grid = (triton.cdiv(queries, 32), triton.cdiv(keys, 32))
-        _classify[grid](*q, *k, state, queries, keys, WINDOW=window or 0, BLOCK=32)
+        choice = tuned("classify")
+        grid = (triton.cdiv(queries, choice["BLOCK"]), triton.cdiv(keys, choice["BLOCK"]))
+        _classify[grid](*q, *k, state, queries, keys, WINDOW=window or 0, **choice)
     return state

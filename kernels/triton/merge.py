@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 32
+from marble.kernels.triton.tuned import tuned
 
 
 @triton.jit
@@ -57,8 +57,9 @@ def merge_partials(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor)
     if more_out.shape != out.shape or lse.shape != (heads, rows) or more_lse.shape != lse.shape:
         raise ValueError(f"merge: shapes differ: {[tuple(x.shape) for x in (out, lse, more_out, more_lse)]}")
     if out.numel():
-        grid = (triton.cdiv(rows, _ROWS), heads)
-        _merge[grid](out, lse, more_out, more_lse, rows, width, BLOCK=_ROWS, WIDTH=triton.next_power_of_2(width))
+        choice, whole = tuned("merge"), triton.next_power_of_2(width)
+        grid = (triton.cdiv(rows, choice["BLOCK"]), heads)
+        _merge[grid](out, lse, more_out, more_lse, rows, width, WIDTH=whole, **choice)
 
 
 def add_sums(target: Tensor, more: Tensor) -> None:
@@ -71,7 +72,8 @@ def add_sums(target: Tensor, more: Tensor) -> None:
     if more.shape != target.shape or not more.is_contiguous():
         raise ValueError(f"merge: cannot add {tuple(more.shape)} to {tuple(target.shape)}")
     if target.numel():
-        _add[(triton.cdiv(target.numel(), 1024),)](target, more, target.numel(), BLOCK=1024)
+        choice = tuned("add_sums")
+        _add[(triton.cdiv(target.numel(), choice["BLOCK"]),)](target, more, target.numel(), **choice)
 
 
 def _expect_sums(*tensors: Tensor) -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS = 256
+from marble.kernels.triton.tuned import tuned
 
 
 @triton.jit
@@ -74,5 +74,6 @@ def _launch(
         raise ValueError("pack: rows and packed blocks must be contiguous")
     width = rows[0].numel() if len(rows) else 0
     if width and packed.numel():
-        grid = (len(first), triton.cdiv(width, _COLUMNS))
-        kernel[grid](rows, first, length, packed, width, block, ROWS=triton.next_power_of_2(block), COLUMNS=_COLUMNS)
+        choice, whole = tuned("pack"), triton.next_power_of_2(block)
+        grid = (len(first), triton.cdiv(width, choice["COLUMNS"]))
+        kernel[grid](rows, first, length, packed, width, block, ROWS=whole, **choice)

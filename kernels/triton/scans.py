@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from marble.kernels.triton.tuned import tuned
+
 _LEAST = tl.constexpr(-(1 << 62))
-_CHUNK = 4096
 _PLAIN = ["places"]
 """Arguments that no two versions are compiled for: every plan brings new sizes."""
 
@@ -46,5 +47,5 @@ def running_max(values: Tensor) -> Tensor:
     found = torch.empty_like(values)
     if values.numel():
         places = values.shape[-1]
-        _running_max[(values.numel() // places,)](values, found, places, CHUNK=_CHUNK, num_warps=8)
+        _running_max[(values.numel() // places,)](values, found, places, **tuned("running_max"))
     return found

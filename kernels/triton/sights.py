@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from marble.kernels.triton.lookup import below, bound
+from marble.kernels.triton.tuned import tuned
 from marble.kernels.triton.words import Cells
 
 
@@ -117,6 +118,6 @@ def sights(keys: Cells, table: Tensor, exact: Tensor, queries: Stretches) -> tup
             len(queries.start),
             keys.block,
             BLOCK=triton.next_power_of_2(keys.block),
-            num_warps=1,
+            **tuned("sights"),
         )
     return found[: 2 * cells].view(2, cells), found[2 * cells :].view(2, blocks)

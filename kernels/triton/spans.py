@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from marble.kernels.triton.lookup import below
+from marble.kernels.triton.tuned import tuned
 
 _FAR = tl.constexpr(1 << 40)
-_CHUNK, _SPANS = 2048, 128
 
 _GROUP, _SAMPLE, _ALL = range(3)
 _KINDS = {
@@ -276,7 +276,7 @@ class Neighbours:
             raise ValueError(f"spans: expected int64 columns [6, spans], got {columns.dtype} {tuple(columns.shape)}")
         kinds, spans = len(_KINDS), columns.shape[1]
         hulls = columns.new_empty(kinds, 3, spans)
-        _running[(kinds,)](columns, offset, apart, by_seg, hulls, spans, CHUNK=_CHUNK, num_warps=16)
+        _running[(kinds,)](columns, offset, apart, by_seg, hulls, spans, **tuned("hulls"))
         return cls(columns, offset, apart, by_seg, hulls)
 
     def visible(self, window: int | None, *, keys: bool) -> tuple[Tensor, Tensor]:
@@ -291,7 +291,8 @@ class Neighbours:
         """
         spans = self.columns.shape[1]
         table, exact = self.columns.new_empty(2 if keys else 4, 3, spans), torch.empty_like(self.apart)
-        _ranges[(triton.cdiv(spans, _SPANS),)](
+        choice = tuned("visible")
+        _ranges[(triton.cdiv(spans, choice["SPANS"]),)](
             self.columns,
             self.offset,
             self.apart,
@@ -303,6 +304,6 @@ class Neighbours:
             window or 0,
             KEYS=keys,
             WINDOW=window is not None,
-            SPANS=_SPANS,
+            **choice,
         )
         return table, exact

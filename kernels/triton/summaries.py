@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from marble.kernels.triton.tuned import tuned
+
 
 @triton.jit
 def _either(one, other):
@@ -47,5 +49,6 @@ def summaries(columns: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     bits = torch.empty(tracks, blocks, dtype=torch.int64, device=columns.device)
     if columns.numel():
         grid = (blocks, tracks)
-        _summarise[grid](columns, low, high, bits, tokens, blocks, block, BLOCK=triton.next_power_of_2(block))
+        whole = triton.next_power_of_2(block)
+        _summarise[grid](columns, low, high, bits, tokens, blocks, block, BLOCK=whole, **tuned("summaries"))
     return low, high, bits

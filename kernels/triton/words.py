@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from marble.kernels.triton.lookup import bound
+from marble.kernels.triton.tuned import tuned
 
 
 class Cells(Protocol):
@@ -139,6 +140,6 @@ def range_words(outer: Cells, inner: Cells, bounds: Tensor, tiles: Tensor) -> tu
             block,
             TWO=len(bounds) == 4,
             BLOCK=triton.next_power_of_2(block),
-            num_warps=1,
+            **tuned("words"),
         )
     return words, labels

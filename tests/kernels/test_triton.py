@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from marble import Layout, Span
 from marble.compose.packing import Packed
 from marble.kernels import oracles
-from marble.kernels.triton import bitmaps, classify, merge, pack, scans, sights, spans, summaries, words
+from marble.kernels.triton import bitmaps, classify, merge, pack, scans, sights, spans, summaries, tuned, words
 from marble.mask.domains import BlockSummaries, dense, summarise
 from marble.mask.pairing import Pairing
 from marble.mask.pairing import merge as merged
@@ -198,8 +198,8 @@ def test_query_blocks_that_see_keys(block: int, window: int | None) -> None:
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_visible_ranges_of_spans(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any storage order, with and without a window, against what the planner computes on a CPU."""
-    monkeypatch.setattr(spans, "_CHUNK", chunk)  # the interpreter scans slowly
-    monkeypatch.setattr(spans, "_SPANS", chunk)
+    monkeypatch.setitem(tuned._choices, "hulls", {"CHUNK": chunk, "num_warps": 4})  # the interpreter scans slowly
+    monkeypatch.setitem(tuned._choices, "visible", {"SPANS": chunk, "num_warps": 4})
     seen = set()
     for seed in range(12):
         rng = Random(seed)
@@ -211,7 +211,7 @@ def test_visible_ranges_of_spans(chunk: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("window", [None, 3, 1 << 31])
 def test_visible_ranges_of_long_spans(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions beyond 32 bits, and a single span."""
-    monkeypatch.setattr(spans, "_CHUNK", 4)
+    monkeypatch.setitem(tuned._choices, "hulls", {"CHUNK": 4, "num_warps": 4})
     modes = ("full", "noise", "causal", "group", "noise", "causal", "full")
     layout = Layout([[Span(mode, (1 << 30) + at) for at, mode in enumerate(modes)], [Span("pad", 3)]])
     assert layout.tokens > 1 << 32
@@ -237,8 +237,8 @@ def check_spans(storage: Storage, window: int | None) -> set[tuple[bool, bool]]:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu compares whole plans")
 def test_plans_by_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with the kernels interpreted."""
-    monkeypatch.setattr(spans, "_CHUNK", 16)
-    monkeypatch.setattr(spans, "_SPANS", 16)
+    monkeypatch.setitem(tuned._choices, "hulls", {"CHUNK": 16, "num_warps": 4})
+    monkeypatch.setitem(tuned._choices, "visible", {"SPANS": 16, "num_warps": 4})
     for seed in range(8):
         layout = random_layout(Random(seed), samples=4, length=20)
         tokens = torch.arange(layout.tokens)
@@ -254,7 +254,7 @@ def test_plans_by_kernel_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (65,), (3, 40), (2, 2, 150), (0,)])
 def test_running_maxima(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scans, "_CHUNK", 64)  # the interpreter scans slowly
+    monkeypatch.setitem(tuned._choices, "running_max", {"CHUNK": 64, "num_warps": 4})  # the interpreter scans slowly
     values = torch.randint(-(1 << 61), 1 << 61, shape, generator=torch.Generator().manual_seed(0))
     assert torch.equal(scans.running_max(values.to(DEVICE)).cpu(), values.cummax(-1).values)
     turned = values.movedim(0, -1)
