@@ -141,13 +141,19 @@ def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="bench.tuning", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="write the fastest ways to kernels/triton/tuned.toml")
+    parser.add_argument("--only", default=",".join(tuned.kernels()), help="some kernels, by commas")
     parser.add_argument("--tokens", type=int, default=4 * MI, help="of the packs")
     parser.add_argument("--repeats", type=int, default=20, help="timed launches of each way")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
+    only = given.only.split(",")
+    if unknown := set(only) - set(tuned.kernels()):
+        parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(tuned.kernels())}")
     device = torch.device("cuda", torch.cuda.current_device())
     rows: list[Row] = []
     for kernel, run in (*planned(device, given.tokens).items(), *others(device, given.tokens)):
+        if kernel not in only:
+            continue
         rows += measured(kernel, run, given.repeats)
         best = min((row for row in rows if row.case == kernel), key=lambda row: row.value)
         print(f"{kernel}: {best.baseline} {best.baseline_value:.1f} us, {best.metric} {best.value:.1f} us", flush=True)

@@ -214,7 +214,7 @@ def fit(
     """Measure this machine's GPUs and write a profile, for `marble plan --schedule` and `marble.plan`."""
     timer = CudaTimer()
     with _busy("measuring"):
-        profile = fit_profile(timer, (64, 128), gpus_per_node, across, datetime.now(UTC).strftime("%Y-%m-%d"))
+        profile = fit_profile(timer, (64, 256, 128), gpus_per_node, across, datetime.now(UTC).strftime("%Y-%m-%d"))
     out.write_text(profile.dump(), encoding="utf-8")
     console.print(f"wrote {out}")
 

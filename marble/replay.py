@@ -230,6 +230,7 @@ class _Clock:
         self.marks: list[tuple[Any, Any]] = []
         self.received: list[Counter[int]] = []
         self.sent: list[Counter[int]] = []
+        self.arriving: list[tuple[Tensor, Kind]] = []
         self.host = -time.perf_counter()
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -238,11 +239,13 @@ class _Clock:
 
     def start(self, start: Start) -> None:
         """Begin a step."""
-        self.opened, self.received, self.sent = start, [*self.received, Counter()], [*self.sent, Counter()]
+        self.received.append(Counter())
+        self.sent.append(Counter())
         for transfer in start.transfers:
             if transfer.target == self.rank != transfer.source:
                 rows = start.view(transfer.dst)
                 self.received[-1][transfer.source] += rows.numel() * rows.element_size()
+                self.arriving.append((rows, self.kinds[transfer.dst.buffer]))
             elif transfer.source == self.rank != transfer.target:
                 rows = start.view(transfer.src)
                 self.sent[-1][transfer.target] += rows.numel() * rows.element_size()
@@ -256,9 +259,9 @@ class _Clock:
     def finish(self) -> None:
         """The step's calls have been asked for; sums that are added to others may follow."""
         self.marks.append((self.begin, self._now()))
-        for transfer in self.opened.transfers:
-            if transfer.target == self.rank != transfer.source:
-                self._make_up(self.opened.view(transfer.dst), self.kinds[transfer.dst.buffer])
+        for rows, kind in self.arriving:
+            self._make_up(rows, kind)
+        self.arriving.clear()  # as a clock outlives the buffers of its pass
         self.resumed = self._now()
 
     def end(self) -> None:

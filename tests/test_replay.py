@@ -1,6 +1,7 @@
 """Replays run a rank's own schedule, time its steps, and count what would arrive."""
 
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -50,6 +51,23 @@ def test_bytes_are_those_of_the_schedules(schedule: str, ulysses: int) -> None:
             received = {(a, b): n for b in range(4) for a, n in steps[b][number].received.items()}
             assert sent == received
     assert sum(total.tolist())
+
+
+def test_buffers_do_not_outlive_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-gather's take most of a GPU, so those of several runs do not fit."""
+    alive: list[int] = []
+    held: weakref.WeakSet[executor.Memory] = weakref.WeakSet()
+
+    class Counted(executor.Memory):
+        def __init__(self, *given: Any) -> None:
+            held.add(self)
+            alive.append(len(held))
+            super().__init__(*given)
+
+    monkeypatch.setattr(executor, "Memory", Counted)
+    plan = marble.plan(LAYOUT, SHAPE, ranks=4, schedule="all_gather")
+    replay_rank(plan, 1, launch.backend("reference"), device="cpu", repeats=4)
+    assert alive == [1] * 10
 
 
 def test_the_time_of_a_step_is_that_of_its_calls() -> None:

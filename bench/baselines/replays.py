@@ -26,7 +26,7 @@ from marble.mask.tiles import StoredMask
 from marble.order.chunks import pair_work
 from marble.order.set_apart import set_apart
 from marble.replays import Expected, Replay, Strategy, plans, replay
-from marble.workloads import WORKLOADS, build
+from marble.workloads import MODELS, WORKLOADS, build
 
 MI = 1024 * 1024
 PICKED, GATHER, ULYSSES_GATHER = "picked", "all-gather", "Ulysses + all-gather"
@@ -49,6 +49,7 @@ class Case:
         roles: the strategies to replay.
         seed: of the pack.
         scale: of the workload's spans; below 1 only in tests.
+        model: whose layer, if not the workload's own model's.
     """
 
     name: str
@@ -58,21 +59,21 @@ class Case:
     roles: tuple[str, ...]
     seed: int = 0
     scale: float = 1.0
+    model: str = ""
 
     @property
     def title(self) -> str:
         """The case in one line of a table."""
         window = self.shape.window
         size = f"{self.tokens // MI}M" if self.tokens % MI == 0 else f"{self.tokens:,}"
-        return (
-            f"{self.name}{f', window {window}' if window else ''}, {size} tokens, {self.ranks} ranks, seed {self.seed}"
-        )
+        layer = f"{f', {self.model}' if self.model else ''}{f', window {window}' if window else ''}"
+        return f"{self.name}{layer}, {size} tokens, {self.ranks} ranks, seed {self.seed}"
 
     @property
     def key(self) -> str:
         """What ``--cases`` calls it."""
-        kind = f"-{self.kind}" if self.kind else ""
-        return f"{self.name}{kind}-{self.tokens // MI}M-{self.ranks}"
+        layer = f"{f'-{self.model}' if self.model else ''}{f'-{self.kind}' if self.kind else ''}"
+        return f"{self.name}{layer}-{self.tokens // MI}M-{self.ranks}"
 
     @cached_property
     def layout(self) -> Layout:
@@ -82,7 +83,7 @@ class Case:
     @property
     def shape(self) -> marble.AttentionShape:
         """The layer, as if its model had no other kind: it has a token order of its own."""
-        kind = WORKLOADS[self.name].layers[self.kind]
+        kind = MODELS[self.model or WORKLOADS[self.name].model][self.kind]
         return marble.AttentionShape(kind.heads, kind.kv_heads, kind.head_dim, kind.window, kind.scale)
 
     def strategies(self, profile: Profile) -> dict[str, Strategy]:

@@ -54,8 +54,10 @@ class Memory:
         self.reserved = reserve(total) if reserve is not None and total else None
         self.tensors: dict[str, Tensor] = {}
         own = kv[0].shape[0]
+        read = (call.kv for step in declared.steps for call in step.calls)
+        joined = any(rows.buffer == "kv" and rows.stop > own for rows in read)
         # Keys and values that neither leave nor are joined by others stay where they are.
-        self.kept = kv if "kv" not in declared.handled and self.buffers["kv"].rows == own else None
+        self.kept = None if joined or "kv" in declared.handled else kv
         for buffer in declared.buffers:
             if buffer.name in given:
                 self.tensors[buffer.name] = given[buffer.name]
@@ -86,6 +88,10 @@ class Memory:
             shape = (buffer.heads, buffer.rows)
         if self.reserved is not None and buffer.whole:
             return self.memory(buffer, self.places[buffer.name, True], shape)
+        if buffer.kind is Kind.PAIR_SUMS and not (buffer.whole or buffer.split):
+            # Gradients that stay here are read as two tensors only, and each is dense.
+            rows, pair, *rest = shape
+            return torch.empty((pair, rows, *rest), dtype=self.dtype(buffer), device=self.like.device).transpose(0, 1)
         return torch.empty(shape, dtype=self.dtype(buffer), device=self.like.device)
 
     def memory(self, buffer: Buffer, place: int, shape: Sequence[int]) -> Tensor:

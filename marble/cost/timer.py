@@ -47,12 +47,13 @@ class CudaTimer:
     def link(self, nbytes: int) -> float:
         """See `marble.cost.fit.Timer.link`."""
         here, there = (torch.empty(2, nbytes, dtype=torch.uint8, device=torch.device("cuda", at)) for at in (0, 1))
-        back = torch.cuda.Stream(0)
+        # A copy runs on its source's current stream and holds up its target's, so the way back needs two of its own.
+        back, far = torch.cuda.Stream(0), torch.cuda.Stream(1)
 
         def both() -> None:
             back.wait_stream(torch.cuda.current_stream(0))
             there[0].copy_(here[0], non_blocking=True)
-            with torch.cuda.stream(back):
+            with torch.cuda.stream(far), torch.cuda.stream(back):
                 here[1].copy_(there[1], non_blocking=True)
             torch.cuda.current_stream(0).wait_stream(back)
 

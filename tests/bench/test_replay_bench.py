@@ -182,9 +182,11 @@ def test_the_declared_cases_are_those_of_the_issue() -> None:
         ("bagel_long", 4, 32),
         ("bagel_long", 8, 64),
     }
-    assert {(case.tokens // MI, case.ranks) for case in PARTS["models"]} == {(1, 32), (2, 64), (4, 128)}
+    for part in ("models", "wide"):
+        assert {(case.tokens // MI, case.ranks) for case in PARTS[part]} == {(1, 32), (2, 64), (4, 128)}
+    assert {(case.name, case.shape.head_dim) for case in PARTS["wide"]} == {("qwen_docs", 256), ("qwen_video", 256)}
     keys = [case.key for part in PARTS.values() for case in part]
     assert len(set(keys)) == len(
-        {(case.name, case.kind, case.tokens, case.ranks) for part in PARTS.values() for case in part}
+        {(case.name, case.model, case.kind, case.tokens, case.ranks) for part in PARTS.values() for case in part}
     )
     assert [case.shape.window for case in PARTS["choice"] if case.name == "gemma_docs"] == [None, 1024]

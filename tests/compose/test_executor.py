@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from virtual import case_of, differences, nan_in_new_memory, random_inputs, run, truth
 
 from marble.compose import executor
-from marble.compose.schedule import Buffer, Kind, Pass, Rows, Step, Transfer
+from marble.compose.schedule import Buffer, Call, Kind, Pass, Rows, Step, Transfer
 from marble.kernels.contract import State
 from marble.kernels.reference import ReferenceBackend
 from marble.layout import Layout, Span
@@ -139,26 +139,40 @@ def test_results_and_state_are_in_the_accumulation_type(dtype, sums):
 
 
 def test_keys_that_stay_where_they_are_are_not_copied():
-    """And they are if they move, are joined by others, or something else than calls writes to their buffer."""
+    """However ragged the shard is. They are if they move, are joined by others, or something else than calls writes
+    to their buffer."""
     k, v = torch.arange(30, dtype=torch.bfloat16).view(2, 5, 1, 3)
-    own, behind = Rows("kv", 0, 5), Rows("kv", 5, 8)
-    steps = [
-        (5, Step()),
-        (8, Step()),
+    own, behind, joined = Rows("kv", 0, 5), Rows("kv", 5, 8), Rows("kv", 0, 8)
+    work = case_of(Layout([[Span("causal", 8)]]), [[0, 8, 0]], 1, 4).schedules()[0].works[0]
+    kept = [(5, Step()), (8, Step()), (8, Step(calls=(Call(work, own),)))]
+    copied = [
+        (8, Step(calls=(Call(work, joined),))),
         (5, Step(clears=(own,))),
         (5, Step((Transfer(0, Rows("kv", 0, 3), 1, behind),))),
         (8, Step((Transfer(1, Rows("kv", 0, 3), 0, behind),))),
     ]
-    for rows, step in steps:
-        memory = executor.Memory(Pass((Buffer("kv", Kind.PAIRS, rows, 1),), (step,)), k, (k, v), {})
+    names = [Buffer(name, Kind.TOKENS, 8, 1) for name in ("q", "out")] + [Buffer("lse", Kind.STATISTICS, 8, 1)]
+    for rows, step in kept + copied:
+        memory = executor.Memory(Pass((Buffer("kv", Kind.PAIRS, rows, 1), *names), (step,)), k, (k, v), {})
         for held, part in zip(memory.pair(Rows("kv", 1, 5)), (k, v), strict=True):
             assert torch.equal(held, part[1:])
-            assert (held.data_ptr() == part[1:].data_ptr()) == ((rows, step) == steps[0])
+            assert (held.data_ptr() == part[1:].data_ptr()) == ((rows, step) in kept)
+
+
+def test_gradients_that_do_not_move_are_dense():
+    """So that what reads dk or dv reads neighbours."""
+    for room, dense in (({}, True), ({"whole": 8}, False), ({"split": 8}, False)):
+        declared = Pass((Buffer("kv", Kind.PAIRS, 8, 1), Buffer("dkv", Kind.PAIR_SUMS, 8, 2, **room)), ())
+        like = torch.ones(5, 1, 3, dtype=torch.bfloat16)
+        memory = executor.Memory(declared, like, (like, like), {})
+        assert memory.tensors["dkv"].shape == (8, 2, 2, 3)
+        assert all(part.is_contiguous() == dense for part in memory.pair(Rows("dkv", 0, 5)))
 
 
 def test_unused_rows_behind_a_ragged_shard_are_finite():
     """Whole-block loads read them (contract of `Tiles`)."""
-    declared = Pass((Buffer("kv", Kind.PAIRS, 8, 1), Buffer("dkv", Kind.PAIR_SUMS, 8, 1)), ())
+    cleared = Step(clears=(Rows("kv", 0, 0),))
+    declared = Pass((Buffer("kv", Kind.PAIRS, 8, 1), Buffer("dkv", Kind.PAIR_SUMS, 8, 1)), (cleared,))
     like = torch.ones(5, 1, 3, dtype=torch.bfloat16)
     memory = executor.Memory(declared, like, (like, like), {})
     assert memory.tensors["kv"].isfinite().all()
