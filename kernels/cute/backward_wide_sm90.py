@@ -200,36 +200,56 @@ class BackwardWideSm90(BackwardSm90):
     def multiply_dq(self, lists: Lists, shared: Shared, pipes: Pipes, dq: cute.Tensor, factor: Float32 | float) -> None:
         """dQ of all tiles, one part of its columns after the other, added as far as the rows belong to the block; in
         their order, if sums have one."""
-        products = self._dq_products(shared)
+        add_tile = partial(self._add_dq, shared, pipes, self._dq_products(shared), dq, factor)
         turn, tile = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
             tiles = self._field(shared, turn, Field.TILES) * heads
-            for done in cutlass.range(tiles, unroll=1):
-                if const_expr(self.config.deterministic):
-                    self._await_dq_turn(lists, shared, turn, tile, done)  # before dS is there: the counter is far
-                stage, phase = self._stage(tile, self.config.ds_stages)
-                cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
-                note = [shared.notes[i, tile % TILE_SLOTS] for i in range(3)]
-                for i in cutlass.range_constexpr(len(products)):
-                    acc = products[i](A_idx=stage, wg_wait=0)
-                    if const_expr(i + 1 == len(products)):
-                        self._hand_back(pipes.ds_empty + stage)  # the note has been read as well
-                        if done == tiles - 1:
-                            self._hand_back(pipes.k_empty)
-                    self._add_quads(acc, dq, partial(tuple, (*note, self.part * i)), factor)
-                if const_expr(self.config.deterministic):
+            if const_expr(self.config.deterministic):
+                left = tiles  # one register less than a loop over them
+                while left > 0:
+                    self._await_dq_turn(lists, shared, turn, tile, left)  # before dS is there: the counter is far
+                    add_tile(tile, left == 1)
                     self._end_dq_turn(lists, shared, tile)
-                tile += 1
+                    tile += 1
+                    left -= 1
+            else:
+                for done in cutlass.range(tiles, unroll=1):
+                    add_tile(tile, done == tiles - 1)
+                    tile += 1
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
 
     @cute.jit
-    def _await_dq_turn(self, lists: Lists, shared: Shared, turn: Int32, tile: Int32, done: Int32) -> None:
-        """Wait for the turn of a unit's tile, of which ``done`` were before. Nothing of it stays in registers."""
+    def _add_dq(
+        self,
+        shared: Shared,
+        pipes: Pipes,
+        products: list[Any],
+        dq: cute.Tensor,
+        factor: Float32 | float,
+        tile: Int32,
+        ends: Boolean,
+    ) -> None:
+        """dQ of a tile; behind the one that ends a unit, K is handed back."""
+        stage, phase = self._stage(tile, self.config.ds_stages)
+        cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
+        note = [shared.notes[i, tile % TILE_SLOTS] for i in range(3)]
+        for i in cutlass.range_constexpr(len(products)):
+            acc = products[i](A_idx=stage, wg_wait=0)
+            if const_expr(i + 1 == len(products)):
+                self._hand_back(pipes.ds_empty + stage)  # the note has been read as well
+                if ends:
+                    self._hand_back(pipes.k_empty)
+            self._add_quads(acc, dq, partial(tuple, (*note, self.part * i)), factor)
+
+    @cute.jit
+    def _await_dq_turn(self, lists: Lists, shared: Shared, turn: Int32, tile: Int32, left: Int32) -> None:
+        """Wait for the turn of a tile, with which a unit has ``left`` so many. Nothing of it stays in registers."""
         if serving.leads():
             tiles = self._field(shared, turn, Field.TILES)
+            done = tiles * self._field(shared, turn, Field.HEADS) - left
             head, place = self._field(shared, turn, Field.HEAD) + done // tiles, done % tiles
             number, ticket = serving.tile_ticket(lists, head, self._field(shared, turn, Field.TICKET) + place)
             shared.notes[3, tile % TILE_SLOTS] = number

@@ -306,7 +306,7 @@ CROWDS = {
 @each_dim
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (6, 6)])
 def test_deterministic_crowd(in_order: Backend, crowd: str, head_dim: int, heads: tuple[int, int]) -> None:
-    """More units than multiprocessors, which meet at the same query blocks; they add up to what they add in any order."""
+    """More units than multiprocessors, which meet at the same query blocks; they add what they add in any order."""
     tiles = CROWDS[crowd]()
     x, work = inputs_of(tiles, heads, head_dim, torch.bfloat16), move(tiles, "cuda")
     anyhow = launch.backend("cute")
