@@ -41,15 +41,15 @@ def fetch(counter: cute.Tensor, units: Int32, dealt: cutlass.Constexpr[bool] = T
     At or above ``units`` there is none, and the thread block must not fetch again: as every one fetches once in vain,
     the last fetch of a launch is known, and sets the counter back to 0.
     """
-    fetched, last = Int32(0), units - 1
-    if const_expr(not dealt):
-        last += cute.arch.grid_dim()[0]
+    fetched = Int32(0)
+    fetches = units if const_expr(dealt) else units + cute.arch.grid_dim()[0]
     if cute.arch.lane_idx() == 0:
         fetched = utils.atomic_add_i32(1, counter.iterator)
-        if fetched == last:
+        if fetched == fetches - 1:
             counter[0] = Int32(0)
-    number = cute.arch.shuffle_sync(fetched, 0)
-    return number + cute.arch.grid_dim()[0] if const_expr(dealt) else number
+    if const_expr(not dealt):
+        return cute.arch.shuffle_sync(fetched, 0)
+    return cute.arch.shuffle_sync(fetched, 0) + cute.arch.grid_dim()[0]
 
 
 @lru_cache
