@@ -85,7 +85,8 @@ def run_backward(
     The others are those of `Backend.backward`.
 
     Raises:
-        ValueError: if sums over the list's tiles have no order; see `marble.kernels.cute.tickets.ordered`.
+        ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`), or
+            ``units`` are not alike.
     """
     heads, head_dim = q.shape[1:]
     kv_heads, config = k.shape[1], config_of(head_dim, deterministic)
@@ -95,6 +96,10 @@ def run_backward(
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
         whole, few = plan_ordered_units(order, config.key_halves, kv_heads, group, sms) if units is None else units
+        if whole:
+            raise ValueError(
+                f"units: with deterministic sums all have the same number of query heads, got {whole} whole"
+            )
     else:
         lists = lists_of(work)
         whole, few = plan_units(items, kv_heads, group, sms) if units is None else units

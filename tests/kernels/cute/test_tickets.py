@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marble import Layout
+import marble
+from marble import AttentionShape, Layout
 from marble.kernels.contract import Band, Tiles, Touch, Varlen
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import BLOCK, FULL_TILE, WorkList, lower
@@ -204,6 +205,23 @@ def test_workloads(name: str, kind: tuple[int, int]) -> None:
         launch = list(units(order, kind, 4, 2, few))
         for blocks in (1, 2, 5, 132):
             assert (waits(launch, blocks, seed=blocks) == 0) == (blocks == 1)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "sparse_a2a", "chunked", "all_gather"])
+@pytest.mark.parametrize("name", ["bagel_mix", "molmo_video", "gemma_docs"])
+def test_every_call_of_a_plan_has_an_order(name: str, schedule: str) -> None:
+    """Also dense calls whose sequences share keys."""
+    layout = build(name, 3001, scale=WORKLOADS[name].demo_scale)
+    plan = marble.plan(layout, AttentionShape(4, 2, 128), ranks=3, schedule=schedule)
+    shared = 0
+    for each in plan.schedules[0].values():
+        for work in dict.fromkeys(each.works):
+            lists = lower(work).by_key
+            for kind in set(KINDS.values()):
+                order = check(lists, kind, heads=4, kv_heads=2, few=2)
+                shared += int((order.units[:, 1] >= 0).sum())
+            waits(list(units(order, kind, 4, 2, 1)), 5, seed=each.rank)
+    assert (shared > 0) == (schedule == "chunked"), "elsewhere one unit adds to a key block"
 
 
 @given(lengths, st.integers(50, 400), st.sampled_from(list(KINDS.values())), st.sampled_from([1, 2, 5, 132]))
