@@ -11,7 +11,7 @@ then added behind it, because:
   proxies; in front of more work `before_copies` is one. So the chain is: reductions, wait for their end, fence, raise;
   read, fence, fence between proxies, reductions.
 
-A math warp's lanes and a group's threads never wait in different places: one thread waits, the others at a barrier.
+Of a group one thread reads the counter, and the others wait at a hardware barrier; the dQ warp's lanes all read it.
 """
 
 import cutlass

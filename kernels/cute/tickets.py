@@ -1,4 +1,4 @@
-"""The order in which a deterministic backward pass adds: who is how manieth at every tile of dQ, and of dK and dV.
+"""The order in which a deterministic backward pass adds to every tile of dQ, and to the same rows of dK and dV.
 
 Floating-point sums depend on their order, and units of work that add to the same rows run side by side. So every one
 draws a ticket for each of its tiles, here and once per list: the number of units that add to the tile before it. A
