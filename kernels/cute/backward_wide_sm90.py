@@ -246,7 +246,7 @@ class BackwardWideSm90(BackwardSm90):
 
     @cute.jit
     def _await_dq_turn(self, lists: Lists, shared: Shared, turn: Int32, tile: Int32, left: Int32) -> None:
-        """Wait for a tile's turn, for which nothing stays in registers; ``left``: tiles of the unit from this one on."""
+        """Wait for a tile's turn; nothing of that stays in registers. ``left``: the unit's tiles from this one on."""
         if serving.leads():
             tiles = self._field(shared, turn, Field.TILES)
             done = tiles * self._field(shared, turn, Field.HEADS) - left
