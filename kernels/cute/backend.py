@@ -24,12 +24,21 @@ class CuteBackend:
 
     Args:
         multiprocessors: tells how many a device has.
+        deterministic: whether equal backward calls give equal bits on GPUs of one kind, which takes longer: sums then
+            have one order (`marble.kernels.cute.tickets`). None: if PyTorch's deterministic algorithms are enabled at
+            the time of a call. Forward calls always do.
     """
 
     name = "cute"
 
-    def __init__(self, multiprocessors: Callable[[torch.device], int]) -> None:
+    def __init__(self, multiprocessors: Callable[[torch.device], int], deterministic: bool | None = None) -> None:
         self.multiprocessors = multiprocessors
+        self._deterministic = deterministic
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a backward call would be deterministic now."""
+        return torch.are_deterministic_algorithms_enabled() if self._deterministic is None else self._deterministic
 
     def prepare(self, works: Sequence[Work]) -> None:
         """See `Backend.prepare`."""
@@ -75,11 +84,17 @@ class CuteBackend:
         *,
         scale: float,
     ) -> None:
-        """See `Backend.backward`."""
+        """See `Backend.backward`.
+
+        Raises:
+            ValueError: of a deterministic call, if two of its sequences share query rows, which `Varlen` forbids.
+        """
         expect(self.name, q, scale, HEAD_DIMS)
         lists = lower(work).by_key
         if not len(lists.items):
             return
         q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
         sms = self.multiprocessors(q.device)
-        backward.run_backward(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
+        backward.run_backward(
+            q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms, deterministic=self.deterministic
+        )

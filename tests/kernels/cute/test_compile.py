@@ -20,6 +20,7 @@ COMPILE = {
     "forward": "forward_sm90.compile_forward",
     "backward": "backward.compile_backward",
     "delta": "delta.compile_delta",
+    "deterministic": "backward.compile_backward",
 }
 CONFIGURATIONS = [(kind, dtype, dim) for kind in COMPILE for dtype in ("bfloat16", "float16") for dim in (64, 128, 256)]
 
@@ -58,9 +59,10 @@ def test_impossible_choices_are_refused(wrong: dict[str, int], message: str) -> 
         ForwardConfig(**fine | wrong)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_backward_registers_are_those_of_a_multiprocessor(head_dim: int) -> None:
-    config = config_of(head_dim)
+def test_backward_registers_are_those_of_a_multiprocessor(head_dim: int, deterministic: bool) -> None:
+    config = config_of(head_dim, deterministic)
     rest = config.threads // 128 - 1 - config.groups
     total = config.load_registers + config.groups * config.math_registers + rest * getattr(config, "dq_registers", 0)
     assert total <= config.threads // 128 * (64 * 1024 // config.threads // 8 * 8)
@@ -69,7 +71,8 @@ def test_backward_registers_are_those_of_a_multiprocessor(head_dim: int) -> None
 @pytest.mark.parametrize(("kind", "dtype", "head_dim"), CONFIGURATIONS)
 def test_compiles_without_spills(kind: str, dtype: str, head_dim: int, tmp_path: Path) -> None:
     module, function = COMPILE[kind].split(".")
-    code = f"import torch; from marble.kernels.cute import {module}; {module}.{function}(torch.{dtype}, {head_dim})"
+    choices = f"torch.{dtype}, {head_dim}" + ", deterministic=True" * (kind == "deterministic")
+    code = f"import torch; from marble.kernels.cute import {module}; {module}.{function}({choices})"
     settings = {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
     settings |= {"FLASH_ATTENTION_ARCH": "sm_90", "FLASH_ATTENTION_NUM_SMS": "132"}
     done = subprocess.run(
@@ -93,3 +96,5 @@ def test_compiles_without_spills(kind: str, dtype: str, head_dim: int, tmp_path:
         assert "HGMMA" in code
         fences, products = code.count("WARPGROUP.ARRIVE"), code.count("HGMMA")
         assert fences < products / 3, "every product waits for the one before it"
+    # A wait for the copy engine's sums, not only for its reads; fences for counters.
+    assert ("MEMBAR.ALL.GPU" in code) == (kind == "deterministic")
