@@ -44,8 +44,8 @@ benches follow under their own names."""
 REPLAYS = {"replay"}
 """Benches whose layer times are replays: calls timed on one GPU, transfers priced by a profile."""
 
-MOST_BARS = 32
-"""Cases that a figure shows one by one; of more it shows how they are distributed."""
+LEAST_BARS, MOST_BARS = 4, 32
+"""Cases that a figure shows one by one; of more it shows how they are distributed. Fewer are as plain in the table."""
 
 _HEAD = ("machine", "gpu", "versions", "commit", "date", "command", "rows")
 _BLUE, _GREY = "#0072B2", "#9AA5B1"  # colour-blind safe (Okabe and Ito, 2008)
@@ -124,12 +124,13 @@ def read(path: Path) -> Record:
     return Record(path.stem, head, groups, tuple(given.get("left_out", ())))
 
 
-def build(results: Path = RESULTS, out: Path = ROOT / "build" / "report") -> Path:
+def build(results: Path = RESULTS, out: Path = ROOT / "build" / "report", *, figures: bool = True) -> Path:
     """Write the page and its figures.
 
     Args:
         results: folder of results files.
         out: folder to write to.
+        figures: whether to draw; tables alone take a second.
 
     Returns:
         The page.
@@ -143,18 +144,20 @@ def build(results: Path = RESULTS, out: Path = ROOT / "build" / "report") -> Pat
     order = list(SECTIONS)
     records.sort(key=lambda record: len(order) if record.section is None else order.index(record.section))
     out.mkdir(parents=True, exist_ok=True)
-    drawn = [
-        replace(
-            record, groups=tuple(_drawn(record.bench, number, group, out) for number, group in enumerate(record.groups))
-        )
-        for record in records
-    ]
+    if figures:
+        records = [
+            replace(
+                record,
+                groups=tuple(_drawn(record.bench, at, each, out) for at, each in enumerate(record.groups)),
+            )
+            for record in records
+        ]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["figure"] = figure
     page = out / "index.html"
     columns = [field.name for field in fields(Row) if field.name not in ("bar", "metric")]
-    page.write_text(environment.get_template("report.html").render(records=drawn, columns=columns))
+    page.write_text(environment.get_template("report.html").render(records=records, columns=columns))
     return page
 
 
@@ -166,11 +169,11 @@ def figure(value: object) -> str:
 
 
 def _drawn(bench: str, number: int, group: Group, out: Path) -> Group:
-    """The group with its picture, if two cases or more can be compared."""
+    """The group with its picture, if there are enough cases to compare."""
     from matplotlib.figure import Figure
 
     rows = [row for row in group.rows if math.isfinite(row.value)]
-    if len(rows) < 2:
+    if len(rows) < LEAST_BARS:
         return group
     few = len(rows) <= MOST_BARS
     picture = Figure(figsize=(9, 0.9 + 0.26 * len(rows) if few else 3.2), layout="constrained")
@@ -215,9 +218,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of results files")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "report", help="folder to write to")
+    parser.add_argument("--tables", action="store_true", help="no figures")
     given = parser.parse_args(words)
     try:
-        print(build(given.results, given.out))
+        print(build(given.results, given.out, figures=not given.tables))
     except ValueError as error:
         parser.error(str(error))
     return 0

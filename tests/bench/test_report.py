@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 from html import unescape
 from pathlib import Path
 
 import pytest
 
 from bench.harness import RESULTS, Row, write
-from bench.report import MOST_BARS, build, main, read
+from bench.report import LEAST_BARS, MOST_BARS, build, main, read
 
 ROWS = [
     Row("X1", f"case {number} <&>", "time", 1.0 + number, "ms", "other", 2.0, (1.0 + number) / 2.0)
@@ -17,17 +18,24 @@ ROWS = [
 
 
 def test_every_committed_row_is_shown(tmp_path: Path) -> None:
-    page = build(out=tmp_path).read_text()
+    page = build(out=tmp_path, figures=False).read_text()
     text = unescape(page)
+    cells = set(re.findall(r"<td>(.*?)</td>", text))
     for path in RESULTS.glob("*.json"):
         given = json.loads(path.read_text())
         assert f'id="{path.stem}"' in page
         assert given["date"] in text
         assert given["command"] in text
-        assert all(f"<td>{row['case']}</td>" in text for row in given["rows"])
+        assert {row["case"] for row in given["rows"]} <= cells
     assert text.count("<tr>") == sum(
         len(group.rows) + 1 for path in RESULTS.glob("*.json") for group in read(path).groups
     )
+    assert "<img" not in page
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    shutil.copy(RESULTS / "balance.json", tmp_path)
+    page = build(tmp_path, tmp_path).read_text()
     figures = re.findall(r'<img src="([^"]+)"', page)
     assert len(figures) == len(set(figures)) == len(list(tmp_path.glob("*.png"))) > 0
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in figures)
@@ -48,10 +56,12 @@ def test_values_come_from_the_files(tmp_path: Path) -> None:
     assert page.index('id="replay"') < page.index('id="unheard_of"')  # known benches first
 
 
-def test_what_cannot_be_compared_is_not_drawn(tmp_path: Path) -> None:
-    write("one", [ROWS[0]], tmp_path)
-    write("none", [Row("X3", str(number), "time", float("nan")) for number in range(3)], tmp_path)
+def test_what_is_no_comparison_is_not_drawn(tmp_path: Path) -> None:
+    write("few", ROWS, tmp_path)
+    write("none", [Row("X3", str(number), "time", float("nan")) for number in range(LEAST_BARS)], tmp_path)
     assert "<img" not in build(tmp_path, tmp_path / "out").read_text()
+    write("enough", [Row("X3", str(number), "time", 1.0) for number in range(LEAST_BARS)], tmp_path)
+    assert build(tmp_path, tmp_path / "out").read_text().count("<img") == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"rows": []}', '{"rows": [{"bar": 1}]}'])

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,16 @@ COMPILE = {
     "delta": "delta.compile_delta",
     "deterministic": "backward.compile_backward",
 }
-CONFIGURATIONS = [(kind, dtype, dim) for kind in COMPILE for dtype in ("bfloat16", "float16") for dim in (64, 128, 256)]
+CONFIGURATIONS = [
+    (kind, dtype, dim)
+    for kind, dtype, dim in product(COMPILE, ("bfloat16", "float16"), (64, 128, 256))
+    # Of what differs from another kernel by a few instructions, one type is enough to see them.
+    if dtype == "bfloat16" or kind in ("forward", "backward")
+]
 
 
 def test_few_configurations_ship() -> None:
-    assert len(CONFIGURATIONS) <= 24
+    assert len(CONFIGURATIONS) <= 18
 
 
 @pytest.mark.parametrize("bytes_over", [0, 1])
