@@ -8,12 +8,7 @@ from cutlass import Float32, Int32, cute
 from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
-from marble.kernels.cute.backward_config import (
-    BackwardConfig,
-    Gradients,
-    WideConfig,
-    plan_units,
-)
+from marble.kernels.cute.backward_config import BackwardConfig, Gradients, WideConfig, plan_units
 from marble.kernels.cute.backward_sm90 import BackwardSm90
 from marble.kernels.cute.backward_wide_sm90 import BackwardWideSm90
 from marble.kernels.cute.binding import ELEMENTS, Tickets, fake, fake_lists, lists_of

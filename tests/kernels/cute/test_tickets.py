@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequences import bounds_of
 
 import marble
 from marble import AttentionShape, Layout
@@ -173,13 +174,7 @@ lengths = st.lists(st.integers(0, 500), min_size=1, max_size=4)
 def test_dense_sequences(band: Band, queries: list[int], keys: list[int], gap: int, kind: tuple[int, int]) -> None:
     """Unaligned and empty ones, whose query blocks lie on a grid of their own."""
     keys = (keys * 4)[: len(queries)]
-    bounds = []
-    for sizes in (queries, keys):
-        at, rows = gap, []
-        for size in sizes:
-            rows.append([at, at + size])
-            at += size + gap
-        bounds.append(torch.tensor(rows, dtype=torch.int32))
+    bounds = [bounds_of(lengths, gap) for lengths in (queries, keys)]
     touch = torch.full((len(queries),), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8)
     order = check(lower(Varlen(*bounds, band, touch)).by_key, kind)
     assert (order.units[:, 1] == -1).all(), "no other unit adds to these keys"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sequences import bounds_of
 from torch import Tensor
 
 from marble import Layout
@@ -68,13 +69,7 @@ lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4)
 @given(st.sampled_from(list(Band)), lengths, lengths, st.integers(0, 5))
 def test_varlen_computes_its_band(band: Band, queries: list[int], keys: list[int], gap: int) -> None:
     keys = (keys * 4)[: len(queries)]
-    bounds = []
-    for sizes in (queries, keys):
-        at, rows = gap, []
-        for size in sizes:
-            rows.append([at, at + size])
-            at += size + gap
-        bounds.append(torch.tensor(rows, dtype=torch.int32))
+    bounds = [bounds_of(lengths, gap) for lengths in (queries, keys)]
     touch = torch.full((len(queries),), int(Touch.LAST), dtype=torch.uint8)
     work = lower(Varlen(*bounds, band, touch))
     q_rows, k_rows = (int(b.max()) + gap for b in bounds)
