@@ -32,7 +32,7 @@ from torch import Tensor
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
 from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, fitting, lists_of
-from marble.kernels.cute.ordering import afresh, complete, prefetch, store_if
+from marble.kernels.cute.ordering import afresh, arrive_behind, complete, prefetch, store_if
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, WorkList
@@ -528,7 +528,7 @@ class ForwardSm90:
         pipes.q.consumer_wait(q_state)
         self.take_query(tools)
         if const_expr(self.whole_q):
-            q_state = self.leave_query(pipes, q_state)
+            q_state = self.leave_query(tools, q_state)
         pipes.k.consumer_wait(k_state)
         scores(k_state.index)
         warpgroup.wait_group(0)
@@ -558,11 +558,12 @@ class ForwardSm90:
             if const_expr(self.whole_q):
                 pipes.q.consumer_wait(q_state)
                 self.take_query(tools)
-                q_state = self.leave_query(pipes, q_state)
-            else:
-                q_state.advance()
             pipes.v.consumer_wait(v_state)
             weigh(v_state.index, begun)
+            if const_expr(self.whole_q):
+                q_state = self.leave_query(tools, q_state)
+            else:
+                q_state.advance()
             self.leave_statistics(tools, carried, mLSE, unit.index)
             done = unit.clone()
             unit.advance()
@@ -635,8 +636,7 @@ class ForwardSm90:
             for r in cutlass.range_constexpr(2):
                 own[r] >>= Uint32(self.config.keys // 4 * split)
         if split == self.splits - 1:
-            cute.arch.sync_warp()
-            release(tools.pipes.bits, state)
+            release_read(tools.pipes.bits, state, own)
             state.advance()
         return own, state
 
@@ -647,10 +647,9 @@ class ForwardSm90:
         cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.kept_q), copy.retile(tools.fragment_q))
 
     @cute.jit
-    def leave_query(self, pipes, state):
-        """The stage of the query tile is free for the next item: at once if all of it is in registers."""
-        cute.arch.sync_warp()
-        release(pipes.q, state)
+    def leave_query(self, tools, state):
+        """The query tile is in registers, all of it, and its stage is free for the next unit's."""
+        release_read(tools.pipes.q, state, tools.fragment_q)
         state.advance()
         return state
 
@@ -811,6 +810,16 @@ def release(pipe, state):
     """One arrival for this warp, whose lanes have all read the stage."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(state.index))
+
+
+@cute.jit
+def release_read(pipe, state, values):
+    """One arrival for this warp, whose lanes have asked for ``values`` of the stage, when these are in registers."""
+    words = cute.recast_tensor(values, Int32)
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        barrier = pipe.sync_object_empty.get_barrier(state.index)
+        arrive_behind(barrier, [words[i] for i in range(cute.size(words))])
 
 
 @lru_cache

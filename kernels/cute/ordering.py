@@ -41,6 +41,25 @@ def _arrive_if_all_set(word: Int32, *, loc: Any = None, ip: Any = None) -> None:
     ptx(text, "r", [word.ir_value(loc=loc, ip=ip)], loc=loc, ip=ip)
 
 
+def arrive_behind(barrier: Any, words: Sequence[Int32]) -> None:
+    """Arrive at a barrier in shared memory when ``words``, which this warp has asked shared memory for, are here.
+
+    An arrival does not wait for loads that were issued before it. Where it lets others overwrite what they read, it
+    must not overtake them, and they can be late by a microsecond: behind another warp's loads of global memory.
+    """
+    _arrive_behind(barrier, reduce(operator.and_, words))
+
+
+@dsl_user_op
+def _arrive_behind(barrier: Any, word: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    # Addresses are not negative, which the assembler does not know: it must have the word to decide.
+    text = (
+        "{.reg .pred p, q; .reg .b64 t; setp.ge.s32 q, $0, 0; setp.ne.or.s32 p, $1, -1, q; "
+        "@p mbarrier.arrive.shared.b64 t, [$0];}"
+    )
+    ptx(text, "r,r", [barrier.toint(loc=loc, ip=ip).ir_value(), word.ir_value(loc=loc, ip=ip)], loc=loc, ip=ip)
+
+
 @dsl_user_op
 def afresh(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """``value``, in such a way that what is computed from it is not kept in registers across a loop."""

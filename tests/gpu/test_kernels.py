@@ -248,6 +248,21 @@ def test_ring_degrees(cute: Backend, name: str, window: int | None, heads: tuple
     assert max(rounded.values()) > GATE
 
 
+@each_dim
+@pytest.mark.parametrize("name", ["qwen_docs", "gemma_docs"])
+def test_thread_blocks_that_take_state_unit_after_unit(cute: Backend, name: str, head_dim: int) -> None:
+    """Many units for each thread block, whose loads of state delay all else that is read: as exact as without state,
+    and the same bits every time."""
+    layout = build(name, 8192, scale=WORKLOADS[name].demo_scale)
+    problem = Problem.random(layout, AttentionShape(32, 8, head_dim), seed=time.time_ns() % 2**31, device="cuda")
+    ref, single = reference(problem), distributed(problem, problem.plan(1), backend=cute)
+    first = distributed(problem, problem.plan(2), backend=cute)
+    ratios = error_ratios(first, single, ref)
+    assert max(ratios.values()) <= GATE, ratios
+    for _ in range(5):
+        assert torch.equal(distributed(problem, problem.plan(2), backend=cute)["out"], first["out"])
+
+
 def test_inputs_that_the_copy_engine_cannot_read(cute: Backend) -> None:
     work = move(CALLS["causal"](), "cuda")
     x = Inputs(1000, 1000, (4, 2), 64, torch.bfloat16)
