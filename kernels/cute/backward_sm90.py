@@ -71,7 +71,7 @@ from marble.kernels.cute.backward_config import (
     shared_tensors,
 )
 from marble.kernels.cute.binding import Lists, fitting
-from marble.kernels.cute.intrinsics import math_thread, reduce_pair, store_pair
+from marble.kernels.cute.intrinsics import math_thread, reduce_pair, reduce_quad, store_pair
 from marble.kernels.cute.ordering import complete
 from marble.kernels.cute.units import fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK
@@ -282,7 +282,7 @@ class BackwardSm90:
             field = head if lane == Field.HEAD else field
             field = heads if lane == Field.HEADS else field
             present = True
-            if const_expr(key_halves > 1):
+            if const_expr(self.config.skips):
                 tiles = self._count_tiles(lists, half, field)
                 field = tiles if lane == Field.TILES else field
                 present = tiles > 0
@@ -295,14 +295,19 @@ class BackwardSm90:
 
     @cute.jit
     def _count_tiles(self, lists: Lists, half: Int32, field: Int32) -> Int32:
-        """Tiles of half a key block with one query head; of partial tiles, those that have pairs."""
+        """Tiles of a unit with one query head; of partial tiles, those that have pairs."""
         first, parts, full = (cute.arch.shuffle_sync(field, which) for which in (Field.PART, Field.PARTS, Field.FULL))
         found, lane = Int32(0), cute.arch.lane_idx()
         for start in cutlass.range(0, parts, 32, unroll=1):
             if start + lane < parts:
-                quarters = lists.parts[first + start + lane, 3] >> 2 * half
-                found += (quarters & 1) + (quarters >> 1 & 1)
+                halves = self._halves_with_pairs(lists.parts[first + start + lane, 3], 2 * half)
+                found += (halves & 1) + (halves >> 1)
         return cute.arch.warp_reduction_sum(found) + full * self.config.halves
+
+    def _halves_with_pairs(self, quarters: Int32, skipped: Int32) -> Int32:
+        """Two bits: which inner halves of a partial tile have pairs with the unit's outer rows, given the bits of all
+        quarters, and how many of these are of outer rows before the unit's."""
+        return (quarters >> skipped if self.config.key_halves > 1 else quarters | quarters >> 2) & 3
 
     @cute.jit
     def _tell(self, shared: Shared, pipes: Pipes, turn: Int32, field: Int32) -> None:
@@ -363,16 +368,16 @@ class BackwardSm90:
                         place = get(field=Field.PART) + own
                         own_row, own_slot = lists.parts[place, 0], lists.parts[place, 1]
                         own_rows = lists.parts[place, 2]
-                        if const_expr(self.config.key_halves > 1):
-                            quarters = lists.parts[place, 3] >> get(field=Field.SKIPPED) // (self.tile_n // 2)
-                            own_rows |= (quarters & 3) << 30
+                        if const_expr(self.config.skips):
+                            skipped = get(field=Field.SKIPPED) // (BLOCK // 4)
+                            own_rows |= self._halves_with_pairs(lists.parts[place, 3], skipped) << 30
                     elif own < entries:
                         place = get(field=Field.RUN) + own - parts
                         own_row, own_slot = lists.runs[place, 0], Int32(FULL_TILE)
                         own_rows = lists.runs[place, 1] * BLOCK
                 row, rows, slot = (cute.arch.shuffle_sync(own, entry % 32) for own in (own_row, own_rows, own_slot))
                 first, last = Int32(0), Int32(halves)
-                if const_expr(self.config.key_halves > 1):
+                if const_expr(self.config.skips):
                     # Of a partial tile, the two highest bits say which query halves have pairs.
                     quarters = rows >> 30 & 3
                     rows &= (1 << 30) - 1
@@ -457,9 +462,20 @@ class BackwardSm90:
 
         Rows that saw no key, and rows behind the end of their block, get +inf: exp2(s - inf) is exactly 0.
         """
-        lane = cute.arch.lane_idx()
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
+        self._write_rows(lse, delta, factor, shared, tile, stage)
+        self._note(shared, tile)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
+
+    @cute.jit
+    def _write_rows(
+        self, lse: cute.Tensor, delta: cute.Tensor, factor: Float32 | float, shared: Shared, tile: Tile, stage: Int32
+    ) -> None:
+        """As `load_rows`, when the stage is free."""
+        lane = cute.arch.lane_idx()
         for part in cutlass.range(self.tile_m // 32, unroll=1):
             place = lane + 32 * part
             row_lse, row_delta = -Float32.inf, Float32(0.0)
@@ -470,10 +486,6 @@ class BackwardSm90:
             where = (number % 4, number // 4, lane % 8 // 2, stage)
             shared.lse[where] = Float32.inf if row_lse == -Float32.inf else row_lse * LOG2_E
             shared.delta[where] = row_delta * factor
-        self._note(shared, tile)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
 
     def _note(self, shared: Shared, tile: Tile) -> None:
         """What the row warp writes down of a tile, beside its rows: nothing here."""
@@ -817,6 +829,31 @@ class BackwardSm90:
                 for j in cutlass.range_constexpr(cute.size(acc) // 4):
                     index = const_expr(4 * j + 2 * r)
                     reduce_pair(pointer + 8 * j, acc[index] * factor, acc[index + 1] * factor)
+
+    @cute.jit
+    def _add_quads(self, acc: cute.Tensor, target: cute.Tensor, place: Any, factor: Float32 | float) -> None:
+        """As `_add`, but four columns at a time, because the way to memory is what bounds dQ.
+
+        Of a row, lane t of a quad holds columns 8j + 2t + {0, 1}. Lanes 2s and 2s + 1 exchange pairs: then the former
+        has 8j + 4s + {0, 1, 2, 3}, the latter the same of j + 1, for even j, and a quad adds 64 bytes at once.
+        """
+        thread = math_thread() & (GROUP - 1)
+        odd, lane, at_once = thread & 1, thread & 31, 4
+        for r in cutlass.range_constexpr(2):
+            head, first, rows, column = place()
+            row = (thread >> 5) * 16 + (lane >> 2) + 8 * r
+            offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
+            pointer = target.iterator + offset + (column + odd * 8 + (lane >> 1 & 1) * 4)
+            for start in cutlass.range_constexpr(0, cute.size(acc) // 4, 2 * at_once):
+                quads = []
+                for j in cutlass.range_constexpr(start, start + 2 * at_once, 2):
+                    low, high = ([acc[4 * (j + i) + 2 * r + c] * factor for c in range(2)] for i in range(2))
+                    given = [x if odd != 0 else y for x, y in zip(low, high, strict=True)]
+                    taken = [cute.arch.shuffle_sync_bfly(x, 1) for x in given]
+                    quads.append([x if odd != 0 else y for x, y in zip(taken + high, low + taken, strict=True)])
+                if row < rows:
+                    for i in cutlass.range_constexpr(at_once):
+                        reduce_quad(pointer + 8 * start + 16 * i, quads[i])
 
     def _keys(self, shared: Shared, turn: Int32, column: Any) -> tuple[Int32, Int32, Int32, Any]:
         """The place of a unit's keys, for `_add`."""

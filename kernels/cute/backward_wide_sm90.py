@@ -34,7 +34,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from flash_attn.cute import utils
 from quack import copy_utils, layout_utils, sm90_utils
@@ -59,7 +59,7 @@ from marble.kernels.cute.backward_config import (
 )
 from marble.kernels.cute.backward_sm90 import LOG2_E, BackwardSm90
 from marble.kernels.cute.binding import Lists, fitting
-from marble.kernels.cute.intrinsics import math_thread, reduce_quad
+from marble.kernels.cute.intrinsics import math_thread
 from marble.kernels.cute.ordering import complete
 
 
@@ -393,28 +393,3 @@ class BackwardWideSm90(BackwardSm90):
         cute.arch.sync_warp()
         self._hand_back(pipes.ds_full + stage)
         cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
-
-    @cute.jit
-    def _add_quads(self, acc: cute.Tensor, target: cute.Tensor, place: Any, factor: Float32 | float) -> None:
-        """As `_add`, but four columns at a time, because the way to memory is what bounds dQ.
-
-        Of a row, lane t of a quad holds columns 8j + 2t + {0, 1}. Lanes 2s and 2s + 1 exchange pairs: then the former
-        has 8j + 4s + {0, 1, 2, 3}, the latter the same of j + 1, for even j, and a quad adds 64 bytes at once.
-        """
-        thread = math_thread() & (GROUP - 1)
-        odd, lane, at_once = thread & 1, thread & 31, 4
-        for r in cutlass.range_constexpr(2):
-            head, first, rows, column = place()
-            row = (thread >> 5) * 16 + (lane >> 2) + 8 * r
-            offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
-            pointer = target.iterator + offset + (column + odd * 8 + (lane >> 1 & 1) * 4)
-            for start in cutlass.range_constexpr(0, cute.size(acc) // 4, 2 * at_once):
-                quads = []
-                for j in cutlass.range_constexpr(start, start + 2 * at_once, 2):
-                    low, high = ([acc[4 * (j + i) + 2 * r + c] * factor for c in range(2)] for i in range(2))
-                    given = [x if odd != 0 else y for x, y in zip(low, high, strict=True)]
-                    taken = [cute.arch.shuffle_sync_bfly(x, 1) for x in given]
-                    quads.append([x if odd != 0 else y for x, y in zip(taken + high, low + taken, strict=True)])
-                if row < rows:
-                    for i in cutlass.range_constexpr(at_once):
-                        reduce_quad(pointer + 8 * start + 16 * i, quads[i])
