@@ -24,12 +24,13 @@ class CuteBackend:
 
     Args:
         multiprocessors: tells how many a device has.
+        split: head dimensions whose gradients are computed in one pass each, and not all in one; none but 256.
     """
 
     name = "cute"
 
-    def __init__(self, multiprocessors: Callable[[torch.device], int]) -> None:
-        self.multiprocessors = multiprocessors
+    def __init__(self, multiprocessors: Callable[[torch.device], int], split: tuple[int, ...] = ()) -> None:
+        self.multiprocessors, self.split = multiprocessors, split
 
     def prepare(self, works: Sequence[Work]) -> None:
         """See `Backend.prepare`."""
@@ -77,9 +78,12 @@ class CuteBackend:
     ) -> None:
         """See `Backend.backward`."""
         expect(self.name, q, scale, HEAD_DIMS)
-        lists = lower(work).by_key
-        if not len(lists.items):
+        lists = lower(work)
+        if not len(lists.by_key.items):
             return
         q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
         sms = self.multiprocessors(q.device)
-        backward.run_backward(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
+        if q.shape[2] in self.split:
+            backward.run_passes(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
+        else:
+            backward.run_backward(q, k, v, dout, lse, delta, lists.by_key, dq, dk, dv, scale, sms)

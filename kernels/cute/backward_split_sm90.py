@@ -24,8 +24,8 @@ of dV a step issues the next tile's scores and the product of this one, beside w
 
 In shared memory, with phases (who arrives; who waits; what is then safe):
     unit full, empty        as in `marble.kernels.cute.backward_sm90`.
-    x full                  load warp with its bytes, row warp (dK, dV), both mask warps; math. x of a tile, the
-                            statistics of its inner rows and its predicate are there; for a unit's first tile kept_x too.
+    x full                  load warp with its bytes, row warp (dK, dV), both mask warps; math. x of a tile, its
+                            queries' statistics (dK, dV) and its predicate are there; for a unit's first tile kept_x.
     x empty                 one lane of each math warp, after the tile's last product with x: that of its dS, or in the
                             pass of dV its scores; load, row and mask warps. All of that may be overwritten, but for the
                             predicate.
@@ -498,9 +498,7 @@ class BackwardSplitSm90(BackwardSm90):
         scores, held_x, taken_x = [(mma_s, a_x, k) for k in range(d // 16)], None, None
         if config.register_columns:
             taken_x = cute.local_tile(own_x, (STRIP, config.register_columns), (0, 0))
-            held_x = wg_s_registers.make_fragment_A(
-                wg_s_registers.partition_shape_A((STRIP, config.register_columns))
-            )
+            held_x = wg_s_registers.make_fragment_A(wg_s_registers.partition_shape_A((STRIP, config.register_columns)))
             scores[: config.register_columns // 16] = [
                 (mma_s_registers, held_x, k) for k in range(config.register_columns // 16)
             ]

@@ -27,13 +27,25 @@ BLOCK = 128
 REFERENCE = ReferenceBackend()
 BOTH = Touch.FIRST | Touch.LAST
 each_dim = pytest.mark.parametrize("head_dim", [64, 128, 256])
+each_way = pytest.mark.parametrize(("head_dim", "split"), [(64, ()), (128, ()), (256, ()), (256, (256,))])
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 each_heads = pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)])
 
 
 @pytest.fixture
-def cute() -> Backend:
-    return launch.backend("cute")
+def split() -> tuple[int, ...]:
+    """Head dimensions whose gradients are computed in one pass each."""
+    return ()
+
+
+@pytest.fixture
+def cute(split: tuple[int, ...]) -> Backend:
+    backend = launch.backend("cute")
+    if split:
+        if backend.name != "cute":
+            pytest.skip("needs a Hopper GPU")
+        backend.split = split
+    return backend
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +145,7 @@ def inputs_of(tiles: Tiles, heads: tuple[int, int], head_dim: int, dtype: torch.
 
 
 @pytest.mark.parametrize("call", CALLS)
-@each_dim
+@each_way
 @each_dtype
 @each_heads
 def test_one_call(cute: Backend, call: str, head_dim: int, dtype: torch.dtype, heads: tuple[int, int]) -> None:
@@ -158,6 +170,16 @@ def test_one_call(cute: Backend, call: str, head_dim: int, dtype: torch.dtype, h
     for name, ours, ref, rounded in zip(("dq", "dk", "dv"), *results, strict=True):
         # Added to ones in float32: rounding 1 + x belongs to the sums, and so does a gradient that cancels to 0.
         assert deviation(ours, ref) <= GATE * deviation(rounded, ref) + 1e-6, name
+
+
+@pytest.mark.parametrize("split", [(256,)])
+@pytest.mark.parametrize("call", ["causal", "noise"])
+def test_passes_are_deterministic(cute: Backend, call: str) -> None:
+    tiles = CALLS[call]()
+    x, work = inputs_of(tiles, (4, 2), 256, torch.bfloat16), move(tiles, "cuda")
+    first, *others = (backward(cute, x, work, torch.bfloat16) for _ in range(5))
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 @each_dim
@@ -189,7 +211,7 @@ def test_state_carried_over_shards(cute: Backend, head_dim: int, shards: int) ->
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
 
 
-@each_dim
+@each_way
 @pytest.mark.parametrize("band", list(Band))
 def test_dense_sequences(cute: Backend, head_dim: int, band: Band) -> None:
     """Unaligned, empty and one-row sequences; then the rest of the pairs in a second call with carried state. Some
@@ -221,7 +243,7 @@ def test_dense_sequences(cute: Backend, head_dim: int, band: Band) -> None:
         assert error(ours, ref) <= GATE * error(rounded, ref) + 1e-9
 
 
-@each_dim
+@each_way
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize(("name", "window"), [("bagel_mix", None), ("gemma_docs", 300), ("molmo_video", None)])
 def test_ring_degrees(cute: Backend, name: str, window: int | None, heads: tuple[int, int], head_dim: int) -> None:
