@@ -123,8 +123,8 @@ class SplitConfig(BackwardConfig):
 
     @property
     def register_columns(self) -> int:
-        """Columns of kept_x that live in registers, where there is room for them."""
-        return 64 if self.weighs_scores else 0
+        """Columns of kept_x that live in registers: as many as there is room for."""
+        return 112 if self.weighs_scores else 48
 
 
 class Shared(NamedTuple):
@@ -162,7 +162,7 @@ class BackwardSplitSm90(BackwardSm90):
 
     def __init__(self, dtype: type[cutlass.Numeric], config: SplitConfig):
         super().__init__(dtype, config)
-        self.row_warps, self.mask_warps = int(not config.by_query), 2
+        self.mask_warps = 2
         size = self.head_dim * dtype.width // 8
         self.streamed_bytes, self.kept_bytes = self.tile_m * size, self.tile_n * size
         self.piece = self.head_dim // config.y_pieces
@@ -230,7 +230,7 @@ class BackwardSplitSm90(BackwardSm90):
             return cute.struct.Align[cute.struct.MemRange[kind, count], align]
 
         config, size = self.config, {name: cute.cosize(layout) for name, layout in layouts.items()}
-        rows = 4 * config.row_pitch * config.q_stages * self.row_warps
+        rows = 4 * config.row_pitch * config.q_stages * (not config.by_query)
 
         @cute.struct
         class Storage:
@@ -266,8 +266,8 @@ class BackwardSplitSm90(BackwardSm90):
             y=operand("y", "y"),
             kept_x=operand("kept_x", "kept"),
             kept_y=None if config.weighs_scores else operand("kept_y", "kept"),
-            lse=storage.lse.get_tensor(vector) if self.row_warps else None,
-            delta=storage.delta.get_tensor(vector) if self.row_warps else None,
+            lse=None if config.by_query else storage.lse.get_tensor(vector),
+            delta=None if config.by_query else storage.delta.get_tensor(vector),
             mask=storage.mask.get_tensor(cute.make_layout(threads)),
             mask_rows=cute.make_tensor(half_words, cute.make_layout((2, threads, 1))),
             partial=storage.partial.get_tensor(cute.make_layout(config.q_stages)),
@@ -305,11 +305,10 @@ class BackwardSplitSm90(BackwardSm90):
             cute.arch.setmaxregister_decrease(config.load_registers)
             follow = partial(self._follow, lists, shared, pipes)
             if warp == 0:
-                visit = partial(self.load, operands, atoms, shared, pipes)
+                visit = partial(self.load_x, operands, atoms, shared, pipes)
                 self._lead(operands, lists, schedule, shared, pipes, visit)
-            if const_expr(self.row_warps > 0):  # noqa: SIM102 (known to the compiler, unlike the other)
-                if warp == 1:
-                    follow(partial(self.load_rows, lse, delta, self._early(scale), shared, pipes))
+            if warp == 1:
+                follow(partial(self.load_y, operands, atoms, lse, delta, self._early(scale), shared, pipes))
             if warp >= 2:
                 follow(partial(self.write_strip_mask, lists, shared, pipes, STRIP * (warp - 2)))
         else:
@@ -333,7 +332,7 @@ class BackwardSplitSm90(BackwardSm90):
         if warp == 0:
             with cute.arch.elect_one():
                 for stage in range(config.q_stages):
-                    cute.arch.mbarrier_init(x_full + stage, 1 + self.row_warps + self.mask_warps)
+                    cute.arch.mbarrier_init(x_full + stage, 1 + (not config.by_query) + self.mask_warps)
                     cute.arch.mbarrier_init(x_empty + stage, math_warps)
                 for stage in range(config.y_stages):
                     cute.arch.mbarrier_init(y_full + stage, 1)
@@ -342,79 +341,34 @@ class BackwardSplitSm90(BackwardSm90):
                     cute.arch.mbarrier_init(single + i, math_warps)
                 for slot in range(UNIT_SLOTS):
                     cute.arch.mbarrier_init(unit_full + slot, 1)
-                    cute.arch.mbarrier_init(unit_empty + slot, math_warps + self.row_warps + self.mask_warps)
+                    cute.arch.mbarrier_init(unit_empty + slot, math_warps + 1 + self.mask_warps)
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(1, 1))
         return Pipes(x_full, x_empty, y_full, y_empty, single, single + 1, single + 2, unit_full, unit_empty)
 
-    # Load warp -------------------------------------------------------------------------------------------------------
+    # Load warps ------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load(self, operands: Operands, atoms: Atoms, shared: Shared, pipes: Pipes, tile: Tile) -> None:
-        """Fill a tile's stages, once they are free. A unit's first tile brings what stays, once the last unit's may go.
+    def load_x(self, operands: Operands, atoms: Atoms, shared: Shared, pipes: Pipes, tile: Tile) -> None:
+        """Fill a tile's stage of x, once it is free; for a unit's first tile kept_x as well, once the last unit's may go.
 
-        That arrives with the first x and y: its bytes are announced before they are asked for.
+        That arrives with x: its bytes are announced before they are asked for.
         """
-        config, (x, y), (kept_x, kept_y) = self.config, self.streamed, self.kept
-        kv_head = self._field(shared, tile.turn, Field.KV_HEAD)
-        head, kept_head = (kv_head, tile.head) if const_expr(config.by_query) else (tile.head, kv_head)
-        kept_row = self._field(shared, tile.turn, Field.KEY_ROW)
-        extra = Int32(self.kept_bytes) if tile.starts else Int32(0)
-
-        stage, phase = self._stage(tile.number, config.q_stages)
+        stage, phase = self._stage(tile.number, self.config.q_stages)
+        barrier, extra = pipes.x_full + stage, Int32(self.kept_bytes) if tile.starts else Int32(0)
         cute.arch.mbarrier_wait(pipes.x_empty + stage, phase ^ 1)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(pipes.x_full + stage, self.streamed_bytes + extra)
-        get = partial(self._tma_load_part, operands, atoms)
-        get(x, head, tile.row, 0, shared.x[None, None, stage], pipes.x_full + stage)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.streamed_bytes + extra)
+        self._load_streamed(operands, atoms, shared, tile, 0, 0, shared.x[None, None, stage], barrier)
         if tile.starts:
             cute.arch.mbarrier_wait(pipes.kept_x_empty, tile.turn + 1 & 1)
-            get(kept_x, kept_head, kept_row, 0, shared.kept_x, pipes.x_full + stage)
-
-        if const_expr(config.weighs_scores):
-            extra = Int32(0)
-        for piece in cutlass.range_constexpr(config.y_pieces):
-            stage, phase = self._y_stage(tile.number, piece)
-            cute.arch.mbarrier_wait(pipes.y_empty + stage, phase ^ 1)
-            with cute.arch.elect_one():
-                size = self.streamed_bytes // config.y_pieces
-                cute.arch.mbarrier_arrive_and_expect_tx(pipes.y_full + stage, size + extra)
-            get(y, head, tile.row, piece, shared.y[None, None, stage], pipes.y_full + stage)
-            if const_expr(piece == 0 and not config.weighs_scores):  # noqa: SIM102 (as above)
-                if tile.starts:
-                    cute.arch.mbarrier_wait(pipes.kept_y_empty, tile.turn + 1 & 1)
-                    get(kept_y, kept_head, kept_row, 0, shared.kept_y, pipes.y_full + stage)
-            extra = Int32(0)
-
-    def _y_stage(self, tile: Int32, piece: int) -> tuple[Int32, Int32]:
-        """Stage and full phase of a piece of y."""
-        return self._stage(tile * self.config.y_pieces + piece, self.config.y_stages)
+            self._load_kept(operands, atoms, shared, tile, 0, shared.kept_x, barrier)
 
     @cute.jit
-    def _tma_load_part(
+    def load_y(
         self,
         operands: Operands,
         atoms: Atoms,
-        name: cutlass.Constexpr[str],
-        head: Int32,
-        row: Int32,
-        part: cutlass.Constexpr[int],
-        target: cute.Tensor,
-        barrier: cute.Pointer,
-    ) -> None:
-        """A part of the columns of the rows of one head from ``row`` on; rows behind the last one arrive as 0."""
-        rows = cute.domain_offset((row, 0), getattr(operands, name)[None, None, head])
-        shape = tuple(cute.size(target, mode=[i]) for i in range(2))
-        source = cute.local_tile(rows, shape, (0, part))
-        atom = getattr(atoms, name)
-        copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), source, target, single_stage=True)
-        copy(tma_bar_ptr=barrier)
-
-    # Row warp and mask warps -----------------------------------------------------------------------------------------
-
-    @cute.jit
-    def load_rows(
-        self,
         lse: cute.Tensor,
         delta: cute.Tensor,
         factor: Float32 | float,
@@ -422,11 +376,88 @@ class BackwardSplitSm90(BackwardSm90):
         pipes: Pipes,
         tile: Tile,
     ) -> None:
-        """As in the other kernels: statistics of a tile's queries, where these are inner rows."""
-        stage, phase = self._stage(tile.number, self.config.q_stages)
-        cute.arch.mbarrier_wait(pipes.x_empty + stage, phase ^ 1)
-        self._write_rows(lse, delta, factor, shared, tile, stage)
-        self._arrive(pipes.x_full + stage)
+        """The statistics of a tile's queries, if these are inner rows; the pieces of its y, and kept_y, as `load_x`."""
+        config = self.config
+        if const_expr(not config.by_query):
+            stage, phase = self._stage(tile.number, config.q_stages)
+            cute.arch.mbarrier_wait(pipes.x_empty + stage, phase ^ 1)
+            self._write_rows(lse, delta, factor, shared, tile, stage)
+            self._arrive(pipes.x_full + stage)
+        for piece in cutlass.range_constexpr(config.y_pieces):
+            stage, phase = self._y_stage(tile.number, piece)
+            barrier, extra = pipes.y_full + stage, Int32(0)
+            if const_expr(piece == 0 and not config.weighs_scores):
+                extra = Int32(self.kept_bytes) if tile.starts else Int32(0)
+            cute.arch.mbarrier_wait(pipes.y_empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.streamed_bytes // config.y_pieces + extra)
+            self._load_streamed(operands, atoms, shared, tile, 1, piece, shared.y[None, None, stage], barrier)
+            if const_expr(piece == 0 and not config.weighs_scores):  # noqa: SIM102 (known to the compiler)
+                if tile.starts:
+                    cute.arch.mbarrier_wait(pipes.kept_y_empty, tile.turn + 1 & 1)
+                    self._load_kept(operands, atoms, shared, tile, 1, shared.kept_y, barrier)
+
+    def _y_stage(self, tile: Int32, piece: int) -> tuple[Int32, Int32]:
+        """Stage and full phase of a piece of y."""
+        return self._stage(tile * self.config.y_pieces + piece, self.config.y_stages)
+
+    @cute.jit
+    def _load_streamed(
+        self,
+        operands: Operands,
+        atoms: Atoms,
+        shared: Shared,
+        tile: Tile,
+        which: cutlass.Constexpr[int],
+        piece: cutlass.Constexpr[int],
+        target: cute.Tensor,
+        barrier: cute.Pointer,
+    ) -> None:
+        """Start the load of x or y (0 or 1) of a tile, or of a piece of its columns."""
+        head = tile.head
+        if const_expr(self.config.by_query):
+            head = self._field(shared, tile.turn, Field.KV_HEAD)
+        name = self.streamed[which]
+        self._load_rows(getattr(atoms, name), getattr(operands, name), head, tile.row, piece, target, barrier)
+
+    @cute.jit
+    def _load_kept(
+        self,
+        operands: Operands,
+        atoms: Atoms,
+        shared: Shared,
+        tile: Tile,
+        which: cutlass.Constexpr[int],
+        target: cute.Tensor,
+        barrier: cute.Pointer,
+    ) -> None:
+        """Start the load of kept_x or kept_y (0 or 1) of a unit."""
+        head = tile.head
+        if const_expr(not self.config.by_query):
+            head = self._field(shared, tile.turn, Field.KV_HEAD)
+        row = self._field(shared, tile.turn, Field.KEY_ROW)
+        name = self.kept[which]
+        self._load_rows(getattr(atoms, name), getattr(operands, name), head, row, 0, target, barrier)
+
+    @cute.jit
+    def _load_rows(
+        self,
+        atom: cute.CopyAtom,
+        source: cute.Tensor,
+        head: Int32,
+        row: Int32,
+        piece: cutlass.Constexpr[int],
+        target: cute.Tensor,
+        barrier: cute.Pointer,
+    ) -> None:
+        """A piece of the columns of rows of one head from ``row`` on; rows behind the last one arrive as 0."""
+        rows = cute.domain_offset((row, 0), source[None, None, head])
+        shape = tuple(cute.size(target, mode=[i]) for i in range(2))
+        tile = cute.local_tile(rows, shape, (0, piece))
+        copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), tile, target, single_stage=True)
+        copy(tma_bar_ptr=barrier)
+
+    # Mask warps ------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write_strip_mask(self, lists: Lists, shared: Shared, pipes: Pipes, first: Int32, tile: Tile) -> None:
@@ -464,8 +495,7 @@ class BackwardSplitSm90(BackwardSm90):
             if const_expr(self.config.by_query):
                 self.take_statistics(tools, lse, delta, turn)
             bits = self.look_ahead(tools, tile)
-            if const_expr(self.config.register_columns > 0):
-                self.take_kept(tools)
+            self.take_kept(tools)
             self.first_step(tools, bits, tile)
             for done in cutlass.range(tiles - 1, unroll=1):
                 bits = self.look_ahead(tools, tile + 1)
@@ -495,13 +525,9 @@ class BackwardSplitSm90(BackwardSm90):
             wg_s.make_fragment_A(wg_s.partition_A(own_x)),
             wg_s.make_fragment_B(wg_s.partition_B(shared.x)),
         )
-        scores, held_x, taken_x = [(mma_s, a_x, k) for k in range(d // 16)], None, None
-        if config.register_columns:
-            taken_x = cute.local_tile(own_x, (STRIP, config.register_columns), (0, 0))
-            held_x = wg_s_registers.make_fragment_A(wg_s_registers.partition_shape_A((STRIP, config.register_columns)))
-            scores[: config.register_columns // 16] = [
-                (mma_s_registers, held_x, k) for k in range(config.register_columns // 16)
-            ]
+        shape = wg_s_registers.partition_shape_A((STRIP, config.register_columns))
+        held_x, held = wg_s_registers.make_fragment_A(shape), config.register_columns // 16
+        scores = [(mma_s_registers, held_x, k) if k < held else (mma_s, a_x, k) for k in range(d // 16)]
         others, b_y, acc_dp = [], None, None
         if not config.weighs_scores:
             own_y = cute.local_tile(shared.kept_y, (STRIP, d), (which, 0))
@@ -529,7 +555,7 @@ class BackwardSplitSm90(BackwardSm90):
             others=others,
             b_y=b_y,
             mma_kept=mma_s_registers,
-            taken_x=taken_x,
+            own_x=own_x,
             held_x=held_x,
             # Statistics of this thread's two outer rows; or log-sum-exp, then delta, of its inner rows.
             own_lse=cute.make_rmem_tensor(2, Float32) if config.by_query else None,
@@ -554,8 +580,10 @@ class BackwardSplitSm90(BackwardSm90):
     def take_kept(self, tools: Any) -> None:
         """The columns of kept_x that live in registers."""
         copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), tools.mma_kept)
-        source = copy.get_slice(math_thread() & GROUP - 1).partition_S(tools.taken_x)
-        cute.copy(copy, source, copy.retile(tools.held_x))
+        own, target = copy.get_slice(math_thread() & GROUP - 1), copy.retile(tools.held_x)
+        for k in cutlass.range_constexpr(self.config.register_columns // 16):
+            source = own.partition_S(cute.local_tile(tools.own_x, (STRIP, 16), (0, k)))
+            cute.copy(copy, source[None, None, 0], target[None, None, k])
 
     @cute.jit
     def look_ahead(self, tools: Any, tile: Int32) -> Uint32:
