@@ -13,9 +13,10 @@ Below, the operands that stay are ``kept_x`` and ``kept_y``, those that stream x
 product is kept_y y'. A unit is a block of outer rows with one query head (dQ), or with all query heads that read the
 key/value head (dK, dV), one after the other.
 
-    load, row, mask warps   as in `marble.kernels.cute.backward_sm90`; two mask warps, 64 outer rows each; the row warp
-                            has nothing to do in the dQ pass, whose math threads fetch the statistics of their rows
-    math groups             64 outer rows each
+    first load warp         fetches units and tells the others; kept_x, and x of every tile, by TMA
+    second load warp        kept_y, and y of every tile, by TMA; log-sum-exp and delta of a tile's queries (dK, dV)
+    mask warps              predicates of partial tiles, as bits, 64 outer rows each
+    math groups             two warpgroups, 64 outer rows each; in the dQ pass they fetch their rows' statistics
 
 The weights of a tile, dS or P in the input type, wait in registers for their product. In the passes of dQ and dK a step
 issues that product and the next tile's scores; when it is done, the next tile's other product, beside which the
@@ -24,19 +25,20 @@ of dV a step issues the next tile's scores and the product of this one, beside w
 
 In shared memory, with phases (who arrives; who waits; what is then safe):
     unit full, empty        as in `marble.kernels.cute.backward_sm90`.
-    x full                  load warp with its bytes, row warp (dK, dV), both mask warps; math. x of a tile, its
-                            queries' statistics (dK, dV) and its predicate are there; for a unit's first tile kept_x.
-    x empty                 one lane of each math warp, after the tile's last product with x: that of its dS, or in the
-                            pass of dV its scores; load, row and mask warps. All of that may be overwritten, but for the
-                            predicate.
-    y full                  load warp with its bytes; math. A piece of y of a tile is there; for the first piece of a
-                            unit's first tile all of kept_y too.
-    y empty                 one lane of each math warp, after the product with that piece; load warp. It may be
+    x full                  first load warp with its bytes, second load warp (dK, dV), both mask warps; math. x of a
+                            tile, its queries' statistics (dK, dV), and its predicate are there; for a unit's first tile
+                            kept_x too.
+    x empty                 one lane of each math warp, after the tile's last product with x, which is that of its dS,
+                            or in the pass of dV its scores; load and mask warps. All of that may be overwritten, but
+                            for the predicate.
+    y full                  second load warp with its bytes; math. A piece of y of a tile is there; for the first piece
+                            of a unit's first tile all of kept_y too.
+    y empty                 one lane of each math warp, after the product with that piece; second load warp. It may be
                             overwritten.
-    mask empty              one lane of each math warp, when it has read its bits of a tile, or that it needs none; mask
-                            warps. There is one predicate, so those of a tile wait for the tile before it.
-    kept x, kept y empty    one lane of each math warp, when the last tile of a unit has been weighed; load warp. kept_x
-                            or kept_y may be overwritten.
+    mask empty              one lane of each math warp, when its lanes have read their bits of a tile, which every tile
+                            has; mask warps. There is one place for predicates: that of the next tile may be written.
+    kept x, kept y empty    one lane of each math warp, after a unit's last scores, and its last other product; load
+                            warps. kept_x or kept_y may be overwritten.
 """
 
 from dataclasses import dataclass
@@ -350,7 +352,7 @@ class BackwardSplitSm90(BackwardSm90):
 
     @cute.jit
     def load_x(self, operands: Operands, atoms: Atoms, shared: Shared, pipes: Pipes, tile: Tile) -> None:
-        """Fill a tile's stage of x, once it is free; for a unit's first tile kept_x as well, once the last unit's may go.
+        """Fill a tile's stage of x, once it is free. A unit's first tile brings kept_x, once the last unit's may go.
 
         That arrives with x: its bytes are announced before they are asked for.
         """
@@ -496,10 +498,10 @@ class BackwardSplitSm90(BackwardSm90):
                 self.take_statistics(tools, lse, delta, turn)
             bits = self.look_ahead(tools, tile)
             self.take_kept(tools)
-            self.first_step(tools, bits, tile)
+            self.first_step(tools, bits, tile, tiles == 1)
             for done in cutlass.range(tiles - 1, unroll=1):
                 bits = self.look_ahead(tools, tile + 1)
-                self.step(tools, bits, tile, done > 0)
+                self.step(tools, bits, tile, done > 0, done == tiles - 2)
                 tile += 1
             self.last_step(tools, tile, tiles > 1)
             tile += 1
@@ -607,21 +609,24 @@ class BackwardSplitSm90(BackwardSm90):
                 rows[4 * quad + c] = four[c]
 
     @cute.jit
-    def first_step(self, tools: Any, bits: Uint32, tile: Int32) -> None:
-        """The weights of a tile whose x has arrived and behind which nothing is in flight."""
+    def first_step(self, tools: Any, bits: Uint32, tile: Int32, ends: Boolean) -> None:
+        """The weights of a tile whose x has arrived and behind which nothing is in flight. The unit's last tile
+        ``ends`` what it needs of kept_x and kept_y."""
         self.start_scores(tools, tile)
         if const_expr(self.config.weighs_scores):
             warpgroup.wait_group(0)
             self._hand_back(tools.pipes.x_empty + self._stage(tile, self.config.q_stages)[0])
+            self._hand_back_if(ends, tools.pipes.kept_x_empty)
             self.exponentials(tools, bits)
             self.round(tools, tools.acc_s)
         else:
             self.start_others(tools, tile)
-            self.finish_ds(tools, bits, tile)
+            self.finish_ds(tools, bits, tile, ends)
 
     @cute.jit
-    def step(self, tools: Any, bits: Uint32, tile: Int32, begun: Boolean) -> None:
-        """Add what a tile's weights multiply, and compute the next tile's weights. Its x has arrived."""
+    def step(self, tools: Any, bits: Uint32, tile: Int32, begun: Boolean, ends: Boolean) -> None:
+        """Add what a tile's weights multiply, and compute the next tile's weights. Its x has arrived; it may be the
+        unit's last one, as in `first_step`."""
         pipes, x_stage = tools.pipes, self._stage(tile, self.config.q_stages)[0]
         if const_expr(self.config.weighs_scores):
             y_stage, y_phase = self._y_stage(tile, 0)
@@ -630,6 +635,7 @@ class BackwardSplitSm90(BackwardSm90):
             tools.weigh(y_stage, begun)
             warpgroup.wait_group(1)  # the scores are complete
             self._hand_back(pipes.x_empty + self._stage(tile + 1, self.config.q_stages)[0])
+            self._hand_back_if(ends, pipes.kept_x_empty)
             self.exponentials(tools, bits)
             warpgroup.wait_group(0)
             self._hand_back(pipes.y_empty + y_stage)
@@ -641,13 +647,12 @@ class BackwardSplitSm90(BackwardSm90):
             warpgroup.wait_group(1)  # the weights leave their registers to the other product
             self._hand_back(pipes.x_empty + x_stage)
             self.start_others(tools, tile + 1)
-            self.finish_ds(tools, bits, tile + 1)
+            self.finish_ds(tools, bits, tile + 1, ends)
 
     @cute.jit
     def last_step(self, tools: Any, tile: Int32, begun: Boolean) -> None:
-        """Add what the weights of a unit's last tile multiply. Its products with what stays are complete."""
+        """Add what the weights of a unit's last tile multiply."""
         pipes = tools.pipes
-        self._hand_back(pipes.kept_x_empty)
         if const_expr(self.config.weighs_scores):
             y_stage, y_phase = self._y_stage(tile, 0)
             cute.arch.mbarrier_wait(pipes.y_full + y_stage, y_phase)
@@ -655,11 +660,16 @@ class BackwardSplitSm90(BackwardSm90):
             warpgroup.wait_group(0)
             self._hand_back(pipes.y_empty + y_stage)
         else:
-            self._hand_back(pipes.kept_y_empty)
             x_stage = self._stage(tile, self.config.q_stages)[0]
             tools.weigh(x_stage, begun)
             warpgroup.wait_group(0)
             self._hand_back(pipes.x_empty + x_stage)
+
+    @cute.jit
+    def _hand_back_if(self, wanted: Boolean, barrier: cute.Pointer) -> None:
+        """As `_hand_back`, or not at all."""
+        if wanted:
+            self._hand_back(barrier)
 
     @cute.jit
     def start_scores(self, tools: Any, tile: Int32) -> None:
@@ -697,16 +707,18 @@ class BackwardSplitSm90(BackwardSm90):
         complete([words[i] for i in range(cute.size(words))])
 
     @cute.jit
-    def finish_ds(self, tools: Any, bits: Uint32, tile: Int32) -> None:
-        """The weights dS of a tile, whose scores and dP are in flight, and nothing else is."""
+    def finish_ds(self, tools: Any, bits: Uint32, tile: Int32, ends: Boolean) -> None:
+        """The weights dS of a tile, whose scores and dP are in flight and nothing else; ``ends``: see `first_step`."""
         pieces = self.config.y_pieces
         warpgroup.wait_group(pieces)  # the scores are complete
+        self._hand_back_if(ends, tools.pipes.kept_x_empty)
         self.exponentials(tools, bits)
         if const_expr(not self.config.by_query):
             self._take(tools.shared.delta, tools.rows, self._stage(tile, self.config.q_stages)[0])
         for piece in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(pieces - 1 - piece)
             self._hand_back(tools.pipes.y_empty + self._y_stage(tile, piece)[0])
+        self._hand_back_if(ends, tools.pipes.kept_y_empty)
         p, dp = layout_utils.reshape_acc_to_mn(tools.acc_s), layout_utils.reshape_acc_to_mn(tools.acc_dp)
         for c in cutlass.range_constexpr(self.config.columns):
             for r in cutlass.range_constexpr(2):
