@@ -496,12 +496,12 @@ class BackwardSplitSm90(BackwardSm90):
             tiles = self._field(shared, turn, Field.TILES) * heads
             if const_expr(self.config.by_query):
                 self.take_statistics(tools, lse, delta, turn)
-            bits = self.look_ahead(tools, tile)
-            self.take_kept(tools)
-            self.first_step(tools, bits, tile, tiles == 1)
+            bits = self.first_step(tools, tile, tiles == 1)
             for done in cutlass.range(tiles - 1, unroll=1):
-                bits = self.look_ahead(tools, tile + 1)
-                self.step(tools, bits, tile, done > 0, done == tiles - 2)
+                if const_expr(self.config.weighs_scores):
+                    bits = self.step_p(tools, bits, tile, done > 0, done == tiles - 2)
+                else:
+                    self.step_ds(tools, tile, done > 0, done == tiles - 2)
                 tile += 1
             self.last_step(tools, tile, tiles > 1)
             tile += 1
@@ -609,53 +609,57 @@ class BackwardSplitSm90(BackwardSm90):
                 rows[4 * quad + c] = four[c]
 
     @cute.jit
-    def first_step(self, tools: Any, bits: Uint32, tile: Int32, ends: Boolean) -> None:
-        """The weights of a tile whose x has arrived and behind which nothing is in flight. The unit's last tile
-        ``ends`` what it needs of kept_x and kept_y."""
+    def first_step(self, tools: Any, tile: Int32, ends: Boolean) -> Uint32:
+        """The weights of a unit's first tile, behind which nothing is in flight; in the pass of dV also the bits of the
+        next one. The unit's last tile ``ends`` what it needs of kept_x and kept_y."""
+        bits = self.look_ahead(tools, tile)
+        self.take_kept(tools)
         self.start_scores(tools, tile)
         if const_expr(self.config.weighs_scores):
             warpgroup.wait_group(0)
-            self._hand_back(tools.pipes.x_empty + self._stage(tile, self.config.q_stages)[0])
-            self._hand_back_if(ends, tools.pipes.kept_x_empty)
-            self.exponentials(tools, bits)
+            bits = self.finish_p(tools, bits, tile, ends)
             self.round(tools, tools.acc_s)
         else:
+            self.await_y(tools, tile, 0)
             self.start_others(tools, tile)
             self.finish_ds(tools, bits, tile, ends)
+        return bits
 
     @cute.jit
-    def step(self, tools: Any, bits: Uint32, tile: Int32, begun: Boolean, ends: Boolean) -> None:
-        """Add what a tile's weights multiply, and compute the next tile's weights. Its x has arrived; it may be the
-        unit's last one, as in `first_step`."""
-        pipes, x_stage = tools.pipes, self._stage(tile, self.config.q_stages)[0]
-        if const_expr(self.config.weighs_scores):
-            y_stage, y_phase = self._y_stage(tile, 0)
-            self.start_scores(tools, tile + 1)
-            cute.arch.mbarrier_wait(pipes.y_full + y_stage, y_phase)
-            tools.weigh(y_stage, begun)
-            warpgroup.wait_group(1)  # the scores are complete
-            self._hand_back(pipes.x_empty + self._stage(tile + 1, self.config.q_stages)[0])
-            self._hand_back_if(ends, pipes.kept_x_empty)
-            self.exponentials(tools, bits)
-            warpgroup.wait_group(0)
-            self._hand_back(pipes.y_empty + y_stage)
-            self.round(tools, tools.acc_s)
-        else:
-            tools.weigh(x_stage, begun)
-            self.start_scores(tools, tile + 1)
-            self.await_others(tools, tile + 1)
-            warpgroup.wait_group(1)  # the weights leave their registers to the other product
-            self._hand_back(pipes.x_empty + x_stage)
-            self.start_others(tools, tile + 1)
-            self.finish_ds(tools, bits, tile + 1, ends)
+    def step_ds(self, tools: Any, tile: Int32, begun: Boolean, ends: Boolean) -> None:
+        """Add what dS of a tile multiplies, and compute dS of the next one."""
+        x_stage = self._stage(tile, self.config.q_stages)[0]
+        tools.weigh(x_stage, begun)
+        bits = self.look_ahead(tools, tile + 1)  # the answer may be late, but not later than the product
+        self.start_scores(tools, tile + 1)
+        self.await_y(tools, tile + 1, 0)
+        warpgroup.wait_group(1)  # the sum is done: dS leaves its registers to dP
+        self._hand_back(tools.pipes.x_empty + x_stage)
+        self.start_others(tools, tile + 1)
+        self.finish_ds(tools, bits, tile + 1, ends)
+
+    @cute.jit
+    def step_p(self, tools: Any, bits: Uint32, tile: Int32, begun: Boolean, ends: Boolean) -> Uint32:
+        """Add what P of a tile multiplies, and compute P of the next one, whose x has arrived, with its ``bits``; the
+        bits of the tile behind that."""
+        y_stage = self._y_stage(tile, 0)[0]
+        self.start_scores(tools, tile + 1)
+        self.await_y(tools, tile, 0)
+        tools.weigh(y_stage, begun)
+        warpgroup.wait_group(1)  # the scores are complete
+        bits = self.finish_p(tools, bits, tile + 1, ends)
+        warpgroup.wait_group(0)
+        self._hand_back(tools.pipes.y_empty + y_stage)
+        self.round(tools, tools.acc_s)
+        return bits
 
     @cute.jit
     def last_step(self, tools: Any, tile: Int32, begun: Boolean) -> None:
         """Add what the weights of a unit's last tile multiply."""
         pipes = tools.pipes
         if const_expr(self.config.weighs_scores):
-            y_stage, y_phase = self._y_stage(tile, 0)
-            cute.arch.mbarrier_wait(pipes.y_full + y_stage, y_phase)
+            y_stage = self._y_stage(tile, 0)[0]
+            self.await_y(tools, tile, 0)
             tools.weigh(y_stage, begun)
             warpgroup.wait_group(0)
             self._hand_back(pipes.y_empty + y_stage)
@@ -677,20 +681,20 @@ class BackwardSplitSm90(BackwardSm90):
         start_product(tools.acc_s, tools.scores, tools.b_x, self._stage(tile, self.config.q_stages)[0], False)
 
     @cute.jit
-    def await_others(self, tools: Any, tile: Int32) -> None:
-        """Wait for the first piece of a tile's y."""
-        stage, phase = self._y_stage(tile, 0)
+    def await_y(self, tools: Any, tile: Int32, piece: cutlass.Constexpr[int]) -> None:
+        """Wait for a piece of a tile's y."""
+        stage, phase = self._y_stage(tile, piece)
         cute.arch.mbarrier_wait(tools.pipes.y_full + stage, phase)
 
     @cute.jit
     def start_others(self, tools: Any, tile: Int32) -> None:
-        """Start a tile's dP, a group of instructions for each piece of y."""
+        """Start a tile's dP, a group of instructions for each piece of y, of which the first has arrived."""
         each = const_expr(self.piece // 16)
         for piece in cutlass.range_constexpr(self.config.y_pieces):
-            stage, phase = self._y_stage(tile, piece)
-            cute.arch.mbarrier_wait(tools.pipes.y_full + stage, phase)
+            if const_expr(piece > 0):
+                self.await_y(tools, tile, piece)
             instructions = tools.others[piece * each : (piece + 1) * each]
-            start_product(tools.acc_dp, instructions, tools.b_y, stage, piece > 0)
+            start_product(tools.acc_dp, instructions, tools.b_y, self._y_stage(tile, piece)[0], piece > 0)
 
     @cute.jit
     def exponentials(self, tools: Any, bits: Uint32) -> None:
@@ -705,6 +709,16 @@ class BackwardSplitSm90(BackwardSm90):
                 grid[r, c] = cute.math.exp2(grid[r, c] * scale_log2 - lse, fastmath=True)
         words = cute.recast_tensor(tools.acc_s, Int32)
         complete([words[i] for i in range(cute.size(words))])
+
+    @cute.jit
+    def finish_p(self, tools: Any, bits: Uint32, tile: Int32, ends: Boolean) -> Uint32:
+        """P of a tile whose scores are complete. Unless it ``ends`` the unit, look ahead at the next tile: its bits."""
+        self._hand_back(tools.pipes.x_empty + self._stage(tile, self.config.q_stages)[0])
+        self._hand_back_if(ends, tools.pipes.kept_x_empty)
+        self.exponentials(tools, bits)
+        if not ends:
+            bits = self.look_ahead(tools, tile + 1)
+        return bits
 
     @cute.jit
     def finish_ds(self, tools: Any, bits: Uint32, tile: Int32, ends: Boolean) -> None:
