@@ -420,7 +420,7 @@ class BackwardSplitSm90(BackwardSm90):
         if const_expr(self.config.by_query):
             head = self._field(shared, tile.turn, Field.KV_HEAD)
         name = self.streamed[which]
-        self._load_rows(getattr(atoms, name), getattr(operands, name), head, tile.row, piece, target, barrier)
+        self._load_tile(getattr(atoms, name), getattr(operands, name), head, tile.row, piece, target, barrier)
 
     @cute.jit
     def _load_kept(
@@ -439,10 +439,10 @@ class BackwardSplitSm90(BackwardSm90):
             head = self._field(shared, tile.turn, Field.KV_HEAD)
         row = self._field(shared, tile.turn, Field.KEY_ROW)
         name = self.kept[which]
-        self._load_rows(getattr(atoms, name), getattr(operands, name), head, row, 0, target, barrier)
+        self._load_tile(getattr(atoms, name), getattr(operands, name), head, row, 0, target, barrier)
 
     @cute.jit
-    def _load_rows(
+    def _load_tile(
         self,
         atom: cute.CopyAtom,
         source: cute.Tensor,
