@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from bench.baselines import masked, online
+from bench.baselines import masked, online, ordered
 from bench.baselines.bars import BARS, missed, tables
 from bench.baselines.calls import DENSE_CAUSAL, cases
 from bench.baselines.settings import CAUSAL, DENSE, FLEX, FOUR, TWO, Settings, say
@@ -27,7 +27,7 @@ from bench.harness import RESULTS, Row, write
 from marble.kernels.launch import backend
 from marble.workloads import WORKLOADS
 
-ONLY = ("K1", "K2", "K3", "K4", "K5", "K6", "K7", "K8", "K9", "K10", "K11", "K14", "steps")
+ONLY = ("K1", "K2", "K3", "K4", "K5", "K6", "K7", "K8", "K9", "K10", "K11", "K13", "K14", "steps")
 BASELINES = {"four": FOUR, "two": TWO, "flex": FLEX, "dense": DENSE, "causal": CAUSAL}
 
 
@@ -45,6 +45,9 @@ def experiments(
     if "K9" in only:
         for dim in dims:
             yield f"K9: d{dim}", partial(online.tile_costs, dim, masked.PASSES, settings)
+    for case in cases(workloads, dims, settings.tokens, settings.scale):
+        if "K13" in only:
+            yield f"K13: {case.title}", partial(ordered.measure, case, settings)
     for case in cases(workloads, dims, settings.ring_tokens, settings.scale):
         if {"K10", "K11"} & set(only) and case.shape.window is None:
             yield f"online: {case.title}", partial(online.online, case, settings)

@@ -268,7 +268,7 @@ def replay(
     layer_ms, forward, backward, exposed = (f"{seconds * 1e3:.3f}" for seconds in parts)
     console.print(
         f"replay, not a run on {ranks} GPUs: layer {layer_ms} ms (forward {forward}, backward {backward}), of which "
-        f"{exposed} ms wait for transfers; slowest steps / mean of replayed {found.layer.balance:.4f}; "
+        f"{exposed} ms wait for transfers and other ranks; busiest / mean of replayed {found.layer.balance:.4f}; "
         f"{found.layer.nbytes / 2**30:.3f} GiB; the replayed ranks make up {found.covered:.1%} of the estimated layer"
     )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from marble.comm.transport import Start, drive
 from marble.compose import executor
 from marble.compose.plan import Plan
 from marble.compose.schedule import Kind, Pass, Schedule
+from marble.cost.waiting import ends
 from marble.kernels.contract import Backend, accumulation_dtype
 
 _LOG_SUM = 8.0
@@ -74,24 +76,26 @@ Price = Callable[[int, StepReplay], float]
 
 @dataclass(frozen=True)
 class PassReplay:
-    """A pass on several ranks, which wait for each other after every step.
+    """A pass on several ranks, which wait for each other where rows move between ranks (`marble.cost.waiting`).
 
     Attributes:
-        compute: seconds of every step's calls and sums on the slowest rank.
+        slowest: seconds of every step's calls and sums on the slowest rank.
         mean: the same on the mean rank.
-        exposed: seconds that transfers add to every step.
+        ends: seconds from the beginning until the last rank has ended every step.
+        compute: seconds of all steps' calls and sums on the busiest rank.
         fixed: seconds that steps with transfers take beside them, over all steps.
     """
 
-    compute: tuple[float, ...]
+    slowest: tuple[float, ...]
     mean: tuple[float, ...]
-    exposed: tuple[float, ...]
+    ends: tuple[float, ...]
+    compute: float
     fixed: float
 
     @property
     def seconds(self) -> float:
         """The whole pass."""
-        return sum(self.compute) + sum(self.exposed) + self.fixed
+        return max(self.ends, default=0.0) + self.fixed
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,12 @@ class LayerReplay:
 
     @property
     def compute(self) -> float:
-        """The same without transfers."""
-        return sum(self.forward.compute) + sum(self.backward.compute)
+        """Of the busiest rank of each pass, without what it waits for."""
+        return self.forward.compute + self.backward.compute
 
     @property
     def exposed(self) -> float:
-        """Seconds in which transfers are waited for, what they take beside themselves included."""
+        """Seconds in which transfers and other ranks are waited for, what steps with transfers take included."""
         return self.seconds - self.compute
 
     @property
@@ -156,12 +160,12 @@ def replay_layer(ranks: Sequence[RankReplay], price: Price, fixed: float = 0.0) 
 
 def _pass(ranks: Sequence[int], steps: Sequence[Sequence[StepReplay]], price: Price, fixed: float) -> PassReplay:
     """A pass from what every rank did in every step."""
-    compute = [max(each.seconds for each in step) for step in steps]
-    mean = [sum(each.seconds for each in step) / len(step) for step in steps]
-    links = [max(map(price, ranks, step)) for step in steps]
+    compute = np.array([[each.seconds for each in step] for step in steps]).reshape(len(steps), len(ranks))
+    links = np.array([list(map(price, ranks, step)) for step in steps]).reshape(compute.shape)
     moving = sum(any(each.received or each.sent for each in step) for step in steps)
-    exposed = [max(link - slowest, 0.0) for link, slowest in zip(links, compute, strict=True)]
-    return PassReplay(tuple(compute), tuple(mean), tuple(exposed), moving * fixed)
+    each_step = (compute.max(1), compute.mean(1), ends(compute, links).max(1))
+    slowest, mean, last = (tuple(figures.tolist()) for figures in each_step)
+    return PassReplay(slowest, mean, last, float(compute.sum(0).max()), moving * fixed)
 
 
 def replay_rank(

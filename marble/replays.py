@@ -1,8 +1,8 @@
 """A strategy replayed: which ranks are worth it, their plans one at a time, and the price of what they exchange.
 
-A layer lasts as long as the slowest rank of every step, so few ranks say most of it: the busiest, those whose
-transfers take longest, and those that other steps wait for, all by the estimate. How much of the estimate's layer
-the chosen ranks make up is kept beside the result.
+Ranks wait for the slowest where rows move, so few ranks say most of a layer: the busiest, those whose transfers take
+longest, and those that others wait for, all by the estimate. How much of the estimate's layer the chosen ranks make up
+is kept beside the result.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from marble.compose.plan import Plan
 from marble.compose.planner import estimates, plan
 from marble.compose.shape import AttentionShape
 from marble.cost.estimate import Estimate
-from marble.cost.loads import Array, compute_seconds, transfer_seconds
+from marble.cost.loads import compute_seconds, transfer_seconds
 from marble.cost.profile import Profile
+from marble.cost.waiting import Array, ends
 from marble.kernels.contract import Backend
 from marble.layout import Layout
 from marble.replay import LayerReplay, Price, StepReplay, replay_layer, replay_rank
@@ -40,16 +41,18 @@ class Strategy:
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """What the estimate says of every rank, forward steps first.
+    """What the estimate says of every rank.
 
     Attributes:
         strategy: whose layer it is.
+        forward: steps of the forward pass, which come first.
         compute: seconds that every group of ranks that share heads computes, float64 [steps, groups].
         links: seconds that its transfers take, float64 [steps, groups].
         memory: bytes of the buffers of the fullest rank.
     """
 
     strategy: Strategy
+    forward: int
     compute: Array
     links: Array
     memory: float
@@ -76,12 +79,12 @@ class Expected:
         passes = ((found.forward, False), (found.backward, True))
         compute = [compute_seconds(loads, profile, head_dim, 128, backward=backward) for loads, backward in passes]
         links = [transfer_seconds(loads, profile) for loads, _ in passes]
-        return cls(strategy, np.concatenate(compute), np.concatenate(links), found.memory)
+        return cls(strategy, len(compute[0]), np.concatenate(compute), np.concatenate(links), found.memory)
 
-    @property
-    def seconds(self) -> Array:
-        """What every group takes in every step, float64 [steps, groups]."""
-        return np.maximum(self.compute, self.links)
+    def seconds(self, groups: Sequence[int] | slice = slice(None)) -> float:
+        """Both passes, as if some groups were all, without what steps with transfers take beside them."""
+        passes = slice(self.forward), slice(self.forward, None)
+        return sum(float(ends(self.compute[at, groups], self.links[at, groups]).max(initial=0.0)) for at in passes)
 
     @property
     def balance(self) -> list[float]:
@@ -90,22 +93,20 @@ class Expected:
         return np.divide(self.compute.max(1), mean, out=np.ones_like(mean), where=mean > 0).tolist()
 
     def covered(self, ranks: Sequence[int]) -> float:
-        """The layer of some ranks alone over that of all: 1 if no step waits for another rank."""
-        groups = sorted({rank // self.strategy.ulysses for rank in ranks})
-        whole = float(self.seconds.max(1).sum())
-        return float(self.seconds[:, groups].max(1).sum()) / whole if whole else 1.0
+        """The layer of some ranks alone over that of all: 1 if nothing waits for another rank."""
+        whole = self.seconds()
+        return self.seconds(sorted({rank // self.strategy.ulysses for rank in ranks})) / whole if whole else 1.0
 
     def worth_replaying(self, count: int) -> tuple[int, ...]:
-        """The busiest rank, the one whose transfers take longest if any do, and then those that raise the sum of the
-        slowest steps most, ``count`` in all at most; the first rank of each group, rising."""
+        """The busiest rank, the one whose transfers take longest if any do, and then those with which the layer lasts
+        longest, ``count`` in all at most; the first rank of each group, rising."""
         chosen = [int(self.compute.sum(0).argmax())]
         if self.links.any():
             chosen.append(int(self.links.sum(0).argmax()))
         chosen = list(dict.fromkeys(chosen))[:count]
-        while len(chosen) < min(count, self.seconds.shape[1]):
-            sums = np.maximum(self.seconds, self.seconds[:, chosen].max(1, keepdims=True)).sum(0)
-            sums[chosen] = -1
-            chosen.append(int(sums.argmax()))
+        while len(chosen) < min(count, self.compute.shape[1]):
+            others = [group for group in range(self.compute.shape[1]) if group not in chosen]
+            chosen.append(max(others, key=lambda group: self.seconds([*chosen, group])))
         return tuple(sorted(group * self.strategy.ulysses for group in chosen))
 
 

@@ -37,20 +37,20 @@ def as_record(candidate: Candidate) -> dict[str, object]:
 
 
 def ranking_table(ranked: Sequence[Candidate], title: str) -> Table:
-    """The fastest candidates, and why they are: what the slowest rank of every step computes, and what comes on top."""
+    """The fastest candidates, and why they are: what the busiest rank computes, and what comes on top."""
     table = Table(title=f"{title}: the fastest {min(len(ranked), MOST_ROWS)} of {len(ranked)}, one layer, estimated")
-    columns = ("R×U", "order", "schedule", "ms", "compute ms", "slowest step", "exposed ms", "fixed ms", "GiB")
+    columns = ("R×U", "order", "schedule", "ms", "compute ms", "longest step", "exposed ms", "fixed ms", "GiB")
     for column in columns:
         table.add_column(column, justify="left" if column in ("order", "schedule") else "right")
     for candidate in ranked[:MOST_ROWS]:
         groups = candidate.ranks // candidate.ulysses
         layer = candidate.layers[0]
-        slowest = max(float(cost.compute.max()) for cost in (layer.forward, layer.backward))
+        longest = max(float(cost.steps.max()) for cost in (layer.forward, layer.backward))
         table.add_row(
             f"{groups}×{candidate.ulysses}",
             candidate.order,
             layer.schedule,
-            *(f"{x * 1e3:.2f}" for x in (candidate.seconds, candidate.compute, slowest)),
+            *(f"{x * 1e3:.2f}" for x in (candidate.seconds, candidate.compute, longest)),
             *(f"{x * 1e3:.2f}" for x in (candidate.exposed, candidate.fixed)),
             f"{candidate.memory / 2**30:.2f}",
         )
@@ -79,14 +79,14 @@ def replay_tables(found: Replay, title: str) -> tuple[Table, Table]:
     for rank in layer.ranks:
         passes = (sum(step.seconds for step in which) for which in (rank.forward, rank.backward))
         ranks.add_row(str(rank.rank), *(f"{x * 1e3:.3f}" for x in passes), f"{rank.nbytes / 2**30:.3f}")
-    steps = Table(title="replay: a step lasts as long as its slowest rank, and as its transfers")
-    for column in ("pass", "step", "slowest ms", "/ mean of replayed", "/ mean of all, estimated", "exposed ms"):
+    steps = Table(title="replay: ranks wait for each other where rows move")
+    for column in ("pass", "step", "slowest ms", "/ mean of replayed", "/ mean of all, estimated", "last ends at ms"):
         steps.add_column(column, justify="left" if column == "pass" else "right")
     place = 0
     for name, which in (("forward", layer.forward), ("backward", layer.backward)):
-        for number, (slowest, mean, exposed) in enumerate(zip(which.compute, which.mean, which.exposed, strict=True)):
+        for number, (slowest, mean, end) in enumerate(zip(which.slowest, which.mean, which.ends, strict=True)):
             over = slowest / mean if mean else 1.0
-            figures = f"{slowest * 1e3:.3f}", f"{over:.3f}", f"{balance[place]:.3f}", f"{exposed * 1e3:.3f}"
+            figures = f"{slowest * 1e3:.3f}", f"{over:.3f}", f"{balance[place]:.3f}", f"{end * 1e3:.3f}"
             steps.add_row(name, str(number), *figures)
             place += 1
     return ranks, steps
@@ -105,7 +105,7 @@ def replay_record(found: Replay) -> dict[str, object]:
         "backward": layer.backward.seconds,
         "compute": layer.compute,
         "exposed": layer.exposed,
-        "steps": [list(which.compute) for which in (layer.forward, layer.backward)],
+        "steps": [list(which.slowest) for which in (layer.forward, layer.backward)],
         "balance": found.expected.balance,
         "memory": layer.nbytes,
     }

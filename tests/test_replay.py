@@ -97,16 +97,19 @@ def test_memory_is_that_of_the_buffers(schedule: str, ulysses: int) -> None:
     assert replay_rank(plan, 2, launch.backend("reference"), device="cpu", repeats=1).nbytes == max(totals)
 
 
-def test_a_layer_waits_for_the_slowest_rank_of_every_step() -> None:
+def test_ranks_wait_for_each_other_where_rows_move() -> None:
     one, two = (
         RankReplay(rank, (StepReplay(a, {1 - rank: 10}, {}), StepReplay(b, {}, {})), (StepReplay(c, {}, {}),), 0)
         for rank, (a, b, c) in enumerate([(1.0, 4.0, 2.0), (3.0, 1.0, 3.0)])
     )
     layer = replay_layer([one, two], lambda rank, step: (0.5 + 0.3 * rank) * sum(step.received.values()))
-    assert layer.compute == 3 + 4 + 3
-    assert layer.seconds == 8 + 4 + 3
-    assert layer.exposed == 5
-    assert layer.balance == pytest.approx(10 / 7)
+    assert layer.forward.slowest == (3, 4)
+    assert layer.forward.mean == (2, 2.5)
+    assert layer.forward.ends == (8, 9), "rank 0 receives until 5 and computes until 9, rank 1 until 8 and 9"
+    assert layer.compute == 5 + 3
+    assert layer.seconds == 9 + 3
+    assert layer.exposed == 4
+    assert layer.balance == pytest.approx(8 / 7)
 
 
 def test_ranks_without_tokens_are_replayed() -> None:

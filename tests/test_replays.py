@@ -47,7 +47,8 @@ class SlowDelta:
 
 
 def expected(compute: list[list[float]], links: list[list[float]], ulysses: int = 1) -> Expected:
-    return Expected(Strategy(len(compute[0]) * ulysses, "ring", "ptrr", ulysses), np.array(compute), np.array(links), 0)
+    strategy = Strategy(len(compute[0]) * ulysses, "ring", "ptrr", ulysses)
+    return Expected(strategy, 1, np.array(compute), np.array(links), 0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -148,14 +149,14 @@ def test_the_command_line_replays(capsys: pytest.CaptureFixture[str], monkeypatc
     assert told["covered"] == 1.0
     assert told["seconds"] == pytest.approx(told["forward"] + told["backward"])
     assert told["seconds"] == pytest.approx(told["compute"] + told["exposed"])
-    assert told["compute"] == pytest.approx(sum(map(sum, told["steps"])))
+    assert told["compute"] <= sum(map(sum, told["steps"]))
     assert len(told["balance"]) == sum(map(len, told["steps"])) == 4 + 5
     picked = json.loads(said(capsys, monkeypatch, "--ranks=4", "--ulysses=2", "--window=256", "--json"))
     assert picked["strategy"].endswith("2×2")
     assert len(picked["ranks"]) <= 3
     text = said(capsys, monkeypatch, "--ranks=4", "--schedule=sparse_a2a", "--which=2")
     assert "replay, not a run on 4 GPUs" in text.replace("\n", " ")
-    assert "replay: a step lasts" in text
+    assert "replay: ranks wait" in text
 
 
 def test_the_command_line_refuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def rows(case: Case, found: Mapping[str, Answer]) -> Iterator[Row]:
 
 def _alone(title: str, named: str, answer: Answer, found: Replay) -> Iterator[Row]:
     """A strategy on its own."""
-    layer, estimate = found.layer, float(answer.expected.seconds.max(1).sum())
+    layer, estimate = found.layer, answer.expected.seconds()
     ms, exposed = layer.seconds * 1e3, layer.exposed * 1e3
     share = "legal pairs at the kernels' rate over the busiest rank's compute"
     yield Row("C2", title, f"{named}: layer", ms, "ms")

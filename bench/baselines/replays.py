@@ -5,6 +5,7 @@ Every other strategy is the best of its kind by the estimate, over all orders an
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -176,6 +177,7 @@ def answers(case: Case, settings: Settings) -> Iterator[tuple[str, Answer]]:
         if what not in found:
             expected = Expected.of(case.layout, case.shape, strategy, settings.profile)
             if settings.device.type == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
             found[what] = _answer(case, role, expected, settings)
         yield role, found[what]

@@ -4,6 +4,7 @@ It adds dQ, and for grouped heads dK and dV, to float32 tiles, which FlashAttent
 `marble.kernels.triton.fold.add_tiles` adds them to our sums instead.
 """
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -72,7 +73,18 @@ def run_backward(
             adds nothing.
         call: the blocks.
         scale: softmax scale.
+
+    Raises:
+        RuntimeError: if PyTorch's deterministic algorithms are enabled: sums have no order here.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        text = (
+            "backend: 'blackwell' adds gradients in any order, but torch.use_deterministic_algorithms(True) was called;"
+            " 'cute' on Hopper GPUs and 'reference' have an order"
+        )
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(text)
+        warnings.warn(text, stacklevel=2)
     q, k, _, _ = rows
     _, heads, head_dim = q.shape
     sums = tuple(

@@ -24,13 +24,28 @@ class CuteBackend:
 
     Args:
         multiprocessors: tells how many a device has.
-        split: head dimensions whose gradients are computed in one pass each, and not all in one; none but 256.
+        deterministic: whether equal backward calls give equal bits on GPUs of one kind, which takes longer: sums then
+            have one order (`marble.kernels.cute.tickets`). None: if PyTorch's deterministic algorithms are enabled at
+            the time of a call. Forward calls always do.
+        split: head dimensions whose gradients are computed in one pass each, and not all in one; none but 256. Such
+            calls are deterministic, whatever ``deterministic`` says.
     """
 
     name = "cute"
 
-    def __init__(self, multiprocessors: Callable[[torch.device], int], split: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        multiprocessors: Callable[[torch.device], int],
+        deterministic: bool | None = None,
+        split: tuple[int, ...] = (),
+    ) -> None:
         self.multiprocessors, self.split = multiprocessors, split
+        self._deterministic = deterministic
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a backward call would be deterministic now."""
+        return torch.are_deterministic_algorithms_enabled() if self._deterministic is None else self._deterministic
 
     def prepare(self, works: Sequence[Work]) -> None:
         """See `Backend.prepare`."""
@@ -76,14 +91,20 @@ class CuteBackend:
         *,
         scale: float,
     ) -> None:
-        """See `Backend.backward`."""
+        """See `Backend.backward`.
+
+        Raises:
+            ValueError: of a deterministic call, if two of its sequences share query rows, which `Varlen` forbids.
+        """
         expect(self.name, q, scale, HEAD_DIMS)
         lists = lower(work)
         if not len(lists.by_key.items):
             return
         q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
         sms = self.multiprocessors(q.device)
-        if q.shape[2] in self.split:
+        if q.shape[2] in self.split:  # always deterministic
             backward.run_passes(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
         else:
-            backward.run_backward(q, k, v, dout, lse, delta, lists.by_key, dq, dk, dv, scale, sms)
+            backward.run_backward(
+                q, k, v, dout, lse, delta, lists.by_key, dq, dk, dv, scale, sms, deterministic=self.deterministic
+            )

@@ -8,24 +8,32 @@ from cutlass import Float32, Int32, cute
 from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
-from marble.kernels.cute.backward_config import BackwardConfig, Gradients, WideConfig, plan_units
+from marble.kernels.cute.backward_config import (
+    BackwardConfig,
+    Gradients,
+    WideConfig,
+    plan_ordered_units,
+    plan_units,
+)
 from marble.kernels.cute.backward_sm90 import BackwardSm90
 from marble.kernels.cute.backward_split_sm90 import PASSES, BackwardSplitSm90, SplitConfig
 from marble.kernels.cute.backward_wide_sm90 import BackwardWideSm90
-from marble.kernels.cute.binding import ELEMENTS, fake, fake_lists, lists_of
+from marble.kernels.cute.binding import ELEMENTS, Tickets, fake, fake_lists, lists_of
+from marble.kernels.cute.tickets import ordered
 from marble.kernels.cute.units import counter_of
 from marble.kernels.cute.worklist import WorkList, WorkLists
 
 
-def config_of(head_dim: int) -> BackwardConfig:
+def config_of(head_dim: int, deterministic: bool = False) -> BackwardConfig:
     """The choices for a head dimension."""
-    return WideConfig(head_dim) if head_dim in WideConfig.head_dims else BackwardConfig(head_dim)
+    kind = WideConfig if head_dim in WideConfig.head_dims else BackwardConfig
+    return kind(head_dim, deterministic)
 
 
 @lru_cache
-def compile_backward(dtype: torch.dtype, head_dim: int) -> Any:
+def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> Any:
     """The backward kernel for every size, stride, scale and mask. Needs no GPU; compiled once per process."""
-    kind, config = ELEMENTS[dtype], config_of(head_dim)
+    kind, config = ELEMENTS[dtype], config_of(head_dim, deterministic)
     kernel = (BackwardWideSm90 if isinstance(config, WideConfig) else BackwardSm90)(kind, config)
     sym = cute.sym_int
     queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
@@ -39,7 +47,7 @@ def compile_backward(dtype: torch.dtype, head_dim: int) -> Any:
             dk=fake(Float32, kv_heads, keys, head_dim),
             dv=fake(Float32, kv_heads, keys, head_dim),
         ),
-        fake_lists(),
+        fake_lists(deterministic),
         Int32(1),
         Int32(1),
         fake(Int32, 1, aligned=False),
@@ -58,7 +66,7 @@ def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str) -> Any:
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
     rows = (heads, queries) if gradient == "dq" else (kv_heads, keys)
     return cute.compile(
-        BackwardSplitSm90(kind, SplitConfig(head_dim, gradient)),
+        BackwardSplitSm90(kind, SplitConfig(head_dim, gradient=gradient)),
         *(fake(kind, *shape) for shape in (query, key, key, query)),
         *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
         fake(Float32, *rows, head_dim),
@@ -87,19 +95,42 @@ def run_backward(
     scale: float,
     sms: int,
     units: tuple[int, int] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> None:
     """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
 
-    ``sms``: thread blocks at most. ``units`` replaces the answer of `plan_units`.
+    Args:
+        work: the list.
+        sms: thread blocks at most.
+        units: replaces the answer of `plan_units` or, for deterministic sums, of `plan_ordered_units`.
+        deterministic: whether the sums have one order, so that equal calls give equal bits on GPUs of one kind.
+
+    The others are those of `Backend.backward`.
+
+    Raises:
+        ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`), or
+            ``units`` are not alike.
     """
     heads, head_dim = q.shape[1:]
-    kv_heads = k.shape[1]
-    items, group = work.items.shape[0] * config_of(head_dim).key_halves, heads // kv_heads
-    whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
+    kv_heads, config = k.shape[1], config_of(head_dim, deterministic)
+    items, group = work.items.shape[0] * config.key_halves, heads // kv_heads
+    if deterministic:
+        order = ordered(work, config.key_halves, config.halves)
+        tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
+        lists = lists_of(order.lists, tickets)
+        whole, few = plan_ordered_units(order, config.key_halves, kv_heads, group, sms) if units is None else units
+        if whole:
+            raise ValueError(
+                f"units: with deterministic sums all have the same number of query heads, got {whole} whole"
+            )
+    else:
+        lists = lists_of(work)
+        whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
     counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
-    kernel = compile_backward(q.dtype, head_dim)
-    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists_of(work), whole, few, counter, scale, grid)
+    kernel = compile_backward(q.dtype, head_dim, deterministic)
+    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, whole, few, counter, scale, grid)
 
 
 def run_passes(

@@ -12,6 +12,7 @@ from flash_attn.cute import pipeline
 from quack import sm90_utils
 from quack.cute_dsl_utils import mlir_namedtuple
 
+from marble.kernels.cute.tickets import Ordered
 from marble.kernels.cute.worklist import BLOCK
 
 GROUP = 128
@@ -28,6 +29,7 @@ class BackwardConfig:
 
     Attributes:
         head_dim: 64 or 128.
+        deterministic: whether sums have an order (`marble.kernels.cute.tickets`).
         tile_n: key rows of a tile and of a unit: a whole block, or half of one.
         groups: math warpgroups.
         threads: of a thread block.
@@ -41,6 +43,7 @@ class BackwardConfig:
     """
 
     head_dim: int
+    deterministic: bool = False
 
     head_dims: ClassVar[tuple[int, ...]] = (64, 128)
     tile_n: ClassVar[int] = 128
@@ -305,6 +308,20 @@ def plan_units(items: int, kv_heads: int, group: int, sms: int) -> tuple[int, in
     return 0, max(enough, default=1)
 
 
+LONGEST_SHARE = 8
+"""If sums have an order, no unit should take more than one part in so many of a multiprocessor's time, because it may
+come last."""
+
+
+def plan_ordered_units(ordered: Ordered, key_halves: int, kv_heads: int, group: int, sms: int) -> tuple[int, int]:
+    """`Schedule.whole` and `Schedule.few` of items in the order of deterministic sums: all units are alike."""
+    units = len(ordered.lists.items) * key_halves * kv_heads
+    share = ordered.longest * sms * LONGEST_SHARE, len(ordered.lists.parts) * key_halves * kv_heads * group
+    sizes = [few for few in range(1, group + 1) if group % few == 0]
+    fine = [few for few in sizes if units * (group // few) >= ENOUGH_UNITS * sms and few * share[0] <= share[1]]
+    return 0, max(fine, default=1)
+
+
 class Field(IntEnum):
     """What shared memory holds of a unit of work: the fields of an entry of `WorkList.items`, and which heads."""
 
@@ -324,6 +341,12 @@ class Field(IntEnum):
     """Key rows of the block before the unit's first."""
     TILES = 11
     """Tiles of a query head that have pairs, where others are left out."""
+    KEY_COUNTER = 12
+    """If sums have an order, the counter that says whose turn it is to add dK and dV."""
+    KEY_TICKET = 13
+    """What it must have reached before each math group adds; −1 if no other unit adds to these rows."""
+    TICKET = 14
+    """Where the tickets of the unit's tiles begin."""
 
 
 UNIT_WORDS, UNIT_SLOTS = 16, 4
@@ -332,10 +355,6 @@ UNIT_WORDS, UNIT_SLOTS = 16, 4
 
 TILE_WORDS, TILE_SLOTS = 4, 4
 """Room for the notes on a tile, and for how many tiles."""
-
-
-FULL_TILE = 2**31 - 1
-"""The slot of a full tile."""
 
 
 class Tile(NamedTuple):
@@ -355,6 +374,8 @@ class Tile(NamedTuple):
     """Where the predicate is; `FULL_TILE` if the tile has none."""
     half: Int32
     """Which tile of its block it is."""
+    place: Int32 | None = None
+    """Where its ticket is, for who needs it."""
 
 
 class Products(NamedTuple):

@@ -8,7 +8,7 @@ from a counter in device memory, in the order of the list, and load the next uni
     load warp      fetches units and tells the others; K, V, and per tile Q and dO, by TMA
     row warp       log-sum-exp and delta of the tile's query rows, rescaled, through registers
     mask warp      predicates of partial tiles, as bits in the order of the math threads
-    dQ warp        reduces finished dQ tiles from shared into global memory
+    dQ warp        reduces finished dQ tiles from shared into global memory; in their order, if sums have one
     math groups    two warpgroups, 64 key rows each: S' = K Q', dP' = V dO', dV += P' dO, dK += dS' Q, dQ = dS K
 
 In shared memory, with phases (who arrives; who waits; what is then safe):
@@ -31,6 +31,8 @@ In hardware, for a count of threads:
                    tile when it comes here, so behind the barrier both have, and that product's stage is the next
                    tile's.
     dQ empty[g]    dQ warp, when its reduction has read group g's stage; group g. The group may overwrite it.
+    keys[g]        group g, if sums have an order and other units add to these keys: when it is this unit's turn, and
+                   when all of the group's additions are made.
     dQ full[g]     group g, after its stores and a proxy fence, if tiles are interleaved behind most exponentials of the
                    next one; dQ warp. The stage may be reduced.
 
@@ -43,15 +45,14 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup
 from flash_attn.cute import pipeline, utils
 from quack import copy_utils, layout_utils, sm90_utils
 
-from marble.kernels.cute import masking
+from marble.kernels.cute import masking, serving
 from marble.kernels.cute.backward_config import (
-    FULL_TILE,
     GROUP,
     LSE_AHEAD,
     UNIT_SLOTS,
@@ -70,19 +71,20 @@ from marble.kernels.cute.backward_config import (
     shared_storage,
     shared_tensors,
 )
+from marble.kernels.cute.backward_sums import RegisterSums
 from marble.kernels.cute.binding import Lists, fitting
-from marble.kernels.cute.intrinsics import math_thread, reduce_pair, reduce_quad, store_pair
+from marble.kernels.cute.intrinsics import load_counter, math_thread, store_pair
 from marble.kernels.cute.ordering import complete
 from marble.kernels.cute.units import fetch, unit_at
-from marble.kernels.cute.worklist import BLOCK
+from marble.kernels.cute.worklist import BLOCK, FULL_TILE
 
 LOG2_E = 1.4426950408889634
 
-BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY = 1, 2, 4
-"""Hardware barriers; the last two have one for each math group. 0 is that of all threads."""
+BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY, BARRIER_KEYS = 1, 2, 4, 6
+"""Hardware barriers; the last three have one for each math group. 0 is that of all threads."""
 
 
-class BackwardSm90:
+class BackwardSm90(RegisterSums):
     """The backward kernel of one input type and head dimension."""
 
     def __init__(self, dtype: type[cutlass.Numeric], config: BackwardConfig):
@@ -198,7 +200,10 @@ class BackwardSm90:
                 visit = partial(self.load, operands, atoms, shared, pipes)
                 self._lead(operands, lists, schedule, shared, pipes, visit)
             if warp == 1:
-                follow(partial(self.reduce_dq, operands, atoms, shared))
+                if const_expr(config.deterministic):
+                    follow(partial(self.reduce_dq_in_turn, operands, atoms, shared, lists), serving.end_copies)
+                else:
+                    follow(partial(self.reduce_dq, operands, atoms, shared))
                 cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
             if warp == 2:
                 follow(partial(self.load_rows, lse, delta, self._early(scale), shared, pipes))
@@ -206,7 +211,7 @@ class BackwardSm90:
                 follow(partial(self.write_mask, lists, shared, pipes))
         else:
             cute.arch.setmaxregister_increase(config.math_registers)
-            self.math(shared, pipes, dk, dv, scale)
+            self.math(lists, shared, pipes, dk, dv, scale)
 
     @cute.jit
     def _barriers(self, storage: Any, warp: Int32) -> Pipes:
@@ -253,9 +258,11 @@ class BackwardSm90:
     ) -> None:
         """Fetch units, tell the other warps, and call ``visit`` for their tiles. By the load warp.
 
-        A thread block begins with the unit of its own number. It fetches the next one when everything of the last has
-        been asked for; then two tiles are still to be computed, which is longer than the fetch takes.
+        A thread block begins with the unit of its own number, or fetches the first one too if sums have an order. It
+        fetches the next one when everything of the last has been asked for; then two tiles are still to be computed,
+        which is longer than the fetch takes.
         """
+        ordered = const_expr(self.config.deterministic)
         lane, key_halves = cute.arch.lane_idx(), const_expr(self.config.key_halves)
         items, kv_heads = lists.items.shape[0] * key_halves, operands.k.shape[2]
         group = operands.q.shape[2] // kv_heads
@@ -263,12 +270,18 @@ class BackwardSm90:
         whole = schedule.whole * kv_heads
         units = whole + (items - schedule.whole) * kv_heads * pieces
         turn, number, unit = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
+        if const_expr(ordered):
+            unit = fetch(schedule.counter, units, dealt=False)
         while unit < units:
             place, head, heads = unit, Int32(0), group
             if unit >= whole:
                 place = whole + (unit - whole) // pieces
                 head, heads = (unit - whole) % pieces * schedule.few, schedule.few
             index, kv_head, half = unit_at(lists, place, kv_heads, Int32(key_halves))
+            order = [Int32(0)] * 3
+            if const_expr(ordered):
+                piece = (head // schedule.few, pieces)
+                order = serving.unit_tickets(lists, index * key_halves + half, kv_head, piece, self.config.groups)
             head += kv_head * group
             field = Int32(0)
             if lane < Field.KV_HEAD:
@@ -281,6 +294,9 @@ class BackwardSm90:
             field = kv_head if lane == Field.KV_HEAD else field
             field = head if lane == Field.HEAD else field
             field = heads if lane == Field.HEADS else field
+            if const_expr(ordered):
+                for i in cutlass.range_constexpr(3):
+                    field = order[i] if lane == Field.KEY_COUNTER + i else field
             present = True
             if const_expr(self.config.skips):
                 tiles = self._count_tiles(lists, half, field)
@@ -290,7 +306,7 @@ class BackwardSm90:
                 self._tell(shared, pipes, turn, field)
                 number = self._visit_unit(lists, shared, turn, number, visit)
                 turn += 1
-            unit = fetch(schedule.counter, units)
+            unit = fetch(schedule.counter, units, dealt=not ordered)
         self._tell(shared, pipes, turn, Int32(0))
 
     @cute.jit
@@ -342,22 +358,38 @@ class BackwardSm90:
         return shared.units[field, turn % UNIT_SLOTS]
 
     @cute.jit
-    def _follow(self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any) -> None:
-        """Call ``visit`` for every tile of this thread block. By another warp."""
+    def _follow(
+        self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any, end: cutlass.Constexpr[Any] = None
+    ) -> None:
+        """Call ``visit`` for every tile of this thread block. By another warp.
+
+        With an ``end``, what a visit leaves open is handed to the next one, and at the end of a unit to ``end``.
+        """
         turn, number = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
-            number = self._visit_unit(lists, shared, turn, number, visit)
+            if const_expr(end is None):
+                number = self._visit_unit(lists, shared, turn, number, visit)
+            else:
+                number = self._visit_unit(lists, shared, turn, number, visit, end)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
 
     @cute.jit
-    def _visit_unit(self, lists: Lists, shared: Shared, turn: Int32, number: Int32, visit: Any) -> Int32:
+    def _visit_unit(
+        self,
+        lists: Lists,
+        shared: Shared,
+        turn: Int32,
+        number: Int32,
+        visit: Any,
+        end: cutlass.Constexpr[Any] = None,
+    ) -> Int32:
         """Call ``visit`` for the tiles of a unit, and count them. Lists are read 32 entries at a time."""
         halves, lane = const_expr(self.config.halves), cute.arch.lane_idx()
         get = partial(self._field, shared, turn)
-        start = number
+        start, open_turn = number, Int32(-1)
         own_row, own_rows, own_slot = Int32(0), Int32(0), Int32(0)
         for member in cutlass.range(get(field=Field.HEADS), unroll=1):
             entries = get(field=Field.PARTS) + get(field=Field.RUNS)
@@ -387,10 +419,17 @@ class BackwardSm90:
                 last = last if slot != FULL_TILE else rows // self.tile_m
                 for half in cutlass.range(first, last, unroll=1):
                     head = get(field=Field.HEAD) + member
-                    visit(Tile(turn, number, number == start, head, row, rows, slot, half))
+                    tile = Tile(turn, number, number == start, head, row, rows, slot, half)
+                    if const_expr(end is None):
+                        visit(tile)
+                    else:
+                        place = get(field=Field.TICKET) + entry * halves + half
+                        open_turn = visit(tile._replace(place=place), open_turn)
                     row += self.tile_m
                     rows -= self.tile_m
                     number += 1
+        if const_expr(end is not None):
+            end(lists, open_turn)
         return number
 
     @staticmethod
@@ -526,12 +565,41 @@ class BackwardSm90:
     @cute.jit
     def reduce_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:
         """Hand each group its stage back, then reduce what it has stored. Rows behind the last one are left out."""
-        groups, threads, columns = self.config.groups, GROUP + 32, self.config.dq_columns
+        groups, threads = self.config.groups, GROUP + 32
         for group in cutlass.range_constexpr(groups):
             # Reductions end in order, so those of the last tile that may still read are of the groups behind this one.
             cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
             cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
+        self._copy_dq(operands, atoms, shared, tile)
+
+    @cute.jit
+    def reduce_dq_in_turn(
+        self, operands: Operands, atoms: Atoms, shared: Shared, lists: Lists, tile: Tile, open_turn: Int32
+    ) -> Int32:
+        """As `reduce_dq`, when it is the tile's turn; that is left open. The last tile's turn, if open, is ended here.
+
+        So the way to the counter and back is covered by the end of the last tile's reductions, and one fence is behind
+        both, for both turns.
+        """
+        groups, threads = self.config.groups, GROUP + 32
+        number, ticket = serving.tile_ticket(lists, tile.head, tile.place)
+        counter = lists.order.served.iterator + number
+        reached = load_counter(counter)
         for group in cutlass.range_constexpr(groups):
+            cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
+            cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
+        serving.end_copies(lists, open_turn)
+        if reached < ticket:
+            serving.await_turn(counter, ticket, reached)
+        serving.before_copies()
+        self._copy_dq(operands, atoms, shared, tile)
+        return number
+
+    @cute.jit
+    def _copy_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:
+        """Reduce what each group stores of a tile, as soon as it is there."""
+        threads, columns = GROUP + 32, self.config.dq_columns
+        for group in cutlass.range_constexpr(self.config.groups):
             cute.arch.barrier(barrier_id=BARRIER_DQ_FULL + group, number_of_threads=threads)
             down, right = (64 * group, 0) if const_expr(self.tile_m == 128) else (0, group)
             target = cute.domain_offset((tile.row + down, 0), operands.dq[None, None, tile.head])
@@ -545,7 +613,9 @@ class BackwardSm90:
     # Math groups -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def math(self, shared: Shared, pipes: Pipes, dk: cute.Tensor, dv: cute.Tensor, scale: Float32) -> None:
+    def math(
+        self, lists: Lists, shared: Shared, pipes: Pipes, dk: cute.Tensor, dv: cute.Tensor, scale: Float32
+    ) -> None:
         """All matrix products, and the epilogue of dK and dV.
 
         A tile is a first step or softmax step, then a gradient step. If tiles are interleaved, all gradient steps of a
@@ -579,8 +649,12 @@ class BackwardSm90:
                 gradient(*first(tile), tile, tiles == 1, last=True)
             tile += 1
             place = partial(self._keys, shared, turn, 0)
+            if const_expr(self.config.deterministic):
+                serving.await_key_turn(lists, shared, turn, BARRIER_KEYS)
             self._add(acc_dv, dv, math_thread(), place, 1.0)
             self._add(acc_dk, dk, math_thread(), place, self._last(scale))
+            if const_expr(self.config.deterministic):
+                serving.end_key_turn(lists, shared, turn, BARRIER_KEYS)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
@@ -812,48 +886,6 @@ class BackwardSm90:
                     even_index, odd_index = (const_expr(2 * r + 4 * (4 * box + (k ^ flip))) for flip in (0, 2))
                     x, y = (acc[odd_index + c] if odd else acc[even_index + c] for c in (0, 1))
                     store_pair(place + 4 * 32 * (box * 64 + r * 8), x * scale, y * scale)
-
-    @cute.jit
-    def _add(self, acc: cute.Tensor, target: cute.Tensor, thread: Int32, place: Any, factor: Float32 | float) -> None:
-        """Add this thread's two rows of an accumulator to a gradient, as far as they belong to the block.
-
-        ``place`` tells head, first row, rows from there to the end of the block, and first column.
-        """
-        lane = thread % 32
-        for r in cutlass.range_constexpr(2):
-            row = thread // 32 * 16 + lane // 4 + 8 * r
-            head, first, rows, column = place()
-            if row < rows:
-                offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
-                pointer = target.iterator + offset + (lane % 4 * 2 + column)
-                for j in cutlass.range_constexpr(cute.size(acc) // 4):
-                    index = const_expr(4 * j + 2 * r)
-                    reduce_pair(pointer + 8 * j, acc[index] * factor, acc[index + 1] * factor)
-
-    @cute.jit
-    def _add_quads(self, acc: cute.Tensor, target: cute.Tensor, place: Any, factor: Float32 | float) -> None:
-        """As `_add`, but four columns at a time, because the way to memory is what bounds dQ.
-
-        Of a row, lane t of a quad holds columns 8j + 2t + {0, 1}. Lanes 2s and 2s + 1 exchange pairs: then the former
-        has 8j + 4s + {0, 1, 2, 3}, the latter the same of j + 1, for even j, and a quad adds 64 bytes at once.
-        """
-        thread = math_thread() & (GROUP - 1)
-        odd, lane, at_once = thread & 1, thread & 31, 4
-        for r in cutlass.range_constexpr(2):
-            head, first, rows, column = place()
-            row = (thread >> 5) * 16 + (lane >> 2) + 8 * r
-            offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
-            pointer = target.iterator + offset + (column + odd * 8 + (lane >> 1 & 1) * 4)
-            for start in cutlass.range_constexpr(0, cute.size(acc) // 4, 2 * at_once):
-                quads = []
-                for j in cutlass.range_constexpr(start, start + 2 * at_once, 2):
-                    low, high = ([acc[4 * (j + i) + 2 * r + c] * factor for c in range(2)] for i in range(2))
-                    given = [x if odd != 0 else y for x, y in zip(low, high, strict=True)]
-                    taken = [cute.arch.shuffle_sync_bfly(x, 1) for x in given]
-                    quads.append([x if odd != 0 else y for x, y in zip(taken + high, low + taken, strict=True)])
-                if row < rows:
-                    for i in cutlass.range_constexpr(at_once):
-                        reduce_quad(pointer + 8 * start + 16 * i, quads[i])
 
     def _keys(self, shared: Shared, turn: Int32, column: Any) -> tuple[Int32, Int32, Int32, Any]:
         """The place of a unit's keys, for `_add`."""

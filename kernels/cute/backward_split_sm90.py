@@ -41,7 +41,7 @@ In shared memory, with phases (who arrives; who waits; what is then safe):
                             warps. kept_x or kept_y may be overwritten.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -57,7 +57,6 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from marble.kernels.cute import masking
 from marble.kernels.cute.backward_config import (
-    FULL_TILE,
     GROUP,
     UNIT_SLOTS,
     UNIT_WORDS,
@@ -72,6 +71,7 @@ from marble.kernels.cute.backward_sm90 import LOG2_E, BackwardSm90
 from marble.kernels.cute.binding import Lists, fitting
 from marble.kernels.cute.intrinsics import math_thread
 from marble.kernels.cute.ordering import complete
+from marble.kernels.cute.worklist import FULL_TILE
 
 PASSES = ("dq", "dk", "dv")
 """The gradients, in the order in which they are computed."""
@@ -89,7 +89,7 @@ class SplitConfig(BackwardConfig):
         skips: as in `BackwardConfig`.
     """
 
-    gradient: str
+    gradient: str = field(kw_only=True)
 
     head_dims: ClassVar[tuple[int, ...]] = (256,)
     q_stages: ClassVar[int] = 2  # of x, be they queries or keys

@@ -39,8 +39,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from flash_attn.cute import utils
 from quack import copy_utils, layout_utils, sm90_utils
 
+from marble.kernels.cute import serving
 from marble.kernels.cute.backward_config import (
-    FULL_TILE,
     GROUP,
     TILE_SLOTS,
     Atoms,
@@ -57,10 +57,14 @@ from marble.kernels.cute.backward_config import (
     shared_storage,
     shared_tensors,
 )
-from marble.kernels.cute.backward_sm90 import LOG2_E, BackwardSm90
+from marble.kernels.cute.backward_sm90 import BARRIER_KEYS, LOG2_E, BackwardSm90
 from marble.kernels.cute.binding import Lists, fitting
-from marble.kernels.cute.intrinsics import math_thread
+from marble.kernels.cute.intrinsics import load_counter, math_thread
 from marble.kernels.cute.ordering import complete
+from marble.kernels.cute.worklist import FULL_TILE
+
+BARRIER_DQ_TURN = 8
+"""The hardware barrier of the dQ group, if sums have an order: when it is a tile's turn, and when the tile is added."""
 
 
 class BackwardWideSm90(BackwardSm90):
@@ -158,10 +162,10 @@ class BackwardWideSm90(BackwardSm90):
                 follow(partial(self.write_half_mask, lists, shared, pipes, 32 * (warp - 2)))
         elif warp < 4 + self.math_threads // 32:
             cute.arch.setmaxregister_increase(config.math_registers)
-            self.math(shared, pipes, gradients.dk, gradients.dv, scale)
+            self.math(lists, shared, pipes, gradients.dk, gradients.dv, scale)
         else:
             cute.arch.setmaxregister_decrease(config.dq_registers)
-            self.multiply_dq(shared, pipes, gradients.dq, self._last(scale))
+            self.multiply_dq(lists, shared, pipes, gradients.dq, self._last(scale))
 
     # Mask warps ------------------------------------------------------------------------------------------------------
 
@@ -193,28 +197,72 @@ class BackwardWideSm90(BackwardSm90):
             shared.notes[0, slot], shared.notes[1, slot], shared.notes[2, slot] = tile.head, tile.row, tile.rows
 
     @cute.jit
-    def multiply_dq(self, shared: Shared, pipes: Pipes, dq: cute.Tensor, factor: Float32 | float) -> None:
-        """dQ of all tiles, one part of its columns after the other, added as far as the rows belong to the block."""
-        products = self._dq_products(shared)
+    def multiply_dq(self, lists: Lists, shared: Shared, pipes: Pipes, dq: cute.Tensor, factor: Float32 | float) -> None:
+        """dQ of all tiles, one part of its columns after the other, added as far as the rows belong to the block; in
+        their order, if sums have one."""
+        add_tile = partial(self._add_dq, shared, pipes, self._dq_products(shared), dq, factor)
         turn, tile = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
             tiles = self._field(shared, turn, Field.TILES) * heads
-            for done in cutlass.range(tiles, unroll=1):
-                stage, phase = self._stage(tile, self.config.ds_stages)
-                cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
-                note = [shared.notes[i, tile % TILE_SLOTS] for i in range(3)]
-                for i in cutlass.range_constexpr(len(products)):
-                    acc = products[i](A_idx=stage, wg_wait=0)
-                    if const_expr(i + 1 == len(products)):
-                        self._hand_back(pipes.ds_empty + stage)  # the note has been read as well
-                        if done == tiles - 1:
-                            self._hand_back(pipes.k_empty)
-                    self._add_quads(acc, dq, partial(tuple, (*note, self.part * i)), factor)
-                tile += 1
+            if const_expr(self.config.deterministic):
+                left = tiles  # one register less than a loop over them
+                while left > 0:
+                    self._await_dq_turn(lists, shared, turn, tile, left)  # before dS is there: the counter is far
+                    add_tile(tile, left == 1)
+                    self._end_dq_turn(lists, shared, tile)
+                    tile += 1
+                    left -= 1
+            else:
+                for done in cutlass.range(tiles, unroll=1):
+                    add_tile(tile, done == tiles - 1)
+                    tile += 1
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
+
+    @cute.jit
+    def _add_dq(
+        self,
+        shared: Shared,
+        pipes: Pipes,
+        products: list[Any],
+        dq: cute.Tensor,
+        factor: Float32 | float,
+        tile: Int32,
+        ends: Boolean,
+    ) -> None:
+        """dQ of a tile; behind the one that ends a unit, K is handed back."""
+        stage, phase = self._stage(tile, self.config.ds_stages)
+        cute.arch.mbarrier_wait(pipes.ds_full + stage, phase)
+        note = [shared.notes[i, tile % TILE_SLOTS] for i in range(3)]
+        for i in cutlass.range_constexpr(len(products)):
+            acc = products[i](A_idx=stage, wg_wait=0)
+            if const_expr(i + 1 == len(products)):
+                self._hand_back(pipes.ds_empty + stage)  # the note has been read as well
+                if ends:
+                    self._hand_back(pipes.k_empty)
+            self._add_quads(acc, dq, partial(tuple, (*note, self.part * i)), factor)
+
+    @cute.jit
+    def _await_dq_turn(self, lists: Lists, shared: Shared, turn: Int32, tile: Int32, left: Int32) -> None:
+        """Wait for a tile's turn; nothing of that stays in registers. ``left``: the unit's tiles from this one on."""
+        if serving.leads():
+            tiles = self._field(shared, turn, Field.TILES)
+            done = tiles * self._field(shared, turn, Field.HEADS) - left
+            head, place = self._field(shared, turn, Field.HEAD) + done // tiles, done % tiles
+            number, ticket = serving.tile_ticket(lists, head, self._field(shared, turn, Field.TICKET) + place)
+            shared.notes[3, tile % TILE_SLOTS] = number
+            counter = lists.order.served.iterator + number
+            serving.await_turn(counter, ticket, load_counter(counter))
+        cute.arch.barrier(barrier_id=BARRIER_DQ_TURN, number_of_threads=GROUP)
+
+    @cute.jit
+    def _end_dq_turn(self, lists: Lists, shared: Shared, tile: Int32) -> None:
+        """All threads of the group have added dQ of a tile."""
+        cute.arch.barrier(barrier_id=BARRIER_DQ_TURN, number_of_threads=GROUP)
+        if serving.leads():
+            serving.end_turn(lists.order.served.iterator + shared.notes[3, tile % TILE_SLOTS])
 
     def _dq_products(self, shared: Shared) -> list[Any]:
         """Each of one part of the columns."""
@@ -230,7 +278,9 @@ class BackwardWideSm90(BackwardSm90):
     # Math groups -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def math(self, shared: Shared, pipes: Pipes, dk: cute.Tensor, dv: cute.Tensor, scale: Float32) -> None:
+    def math(
+        self, lists: Lists, shared: Shared, pipes: Pipes, dk: cute.Tensor, dv: cute.Tensor, scale: Float32
+    ) -> None:
         """P' and dS' of a unit's first tile; for every other one a step, which ends with its own; the last products.
 
         Between two rounds of the loop nothing is in flight, or ptxas would serialise.
@@ -257,8 +307,12 @@ class BackwardWideSm90(BackwardSm90):
             self.last_step(pipes, products, tile, tiles == 1)
             tile += 1
             place = partial(self._keys, shared, turn, self.part * (math_thread() >> 7))
+            if const_expr(self.config.deterministic):
+                serving.await_key_turn(lists, shared, turn, BARRIER_KEYS)
             self._add_quads(products.acc_dv, dv, place, 1.0)
             self._add_quads(products.acc_dk, dk, place, self._last(scale))
+            if const_expr(self.config.deterministic):
+                serving.end_key_turn(lists, shared, turn, BARRIER_KEYS)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)

@@ -20,6 +20,18 @@ SHARED_BYTES = 227 * 1024
 
 
 @mlir_namedtuple
+class Tickets(NamedTuple):
+    """The order of deterministic sums on the device (`marble.kernels.cute.tickets.Ordered`)."""
+
+    tickets: cute.Tensor
+    units: cute.Tensor
+    served: cute.Tensor
+    """Counters of dQ [heads, blocks and halves of them], at 0 when a launch begins."""
+    keys_served: cute.Tensor
+    """Counters of dK and dV [kv_heads, counters], at 0 when a launch begins."""
+
+
+@mlir_namedtuple
 class Lists(NamedTuple):
     """`WorkList` on the device."""
 
@@ -29,17 +41,24 @@ class Lists(NamedTuple):
     runs: cute.Tensor
     ranges: cute.Tensor
     bits: cute.Tensor
+    order: Tickets | None = None
+    """If sums have an order."""
 
 
-def lists_of(work: WorkList) -> Any:
+def lists_of(work: WorkList, order: Tickets | None = None) -> Any:
     """The lists to call a kernel with."""
-    return Lists(work.items, work.sections, work.parts, work.runs, work.ranges, work.bits)
+    return Lists(work.items, work.sections, work.parts, work.runs, work.ranges, work.bits, order)
 
 
-def fake_lists() -> Any:
-    """Lists of unknown lengths."""
+def fake_lists(deterministic: bool = False) -> Any:
+    """Lists of unknown lengths, with an order of sums if there is one."""
     tables = ((8,), (2,), (4,), (2,), (128,), (128, 4))
-    return Lists(*(fake(Int32, cute.sym_int(), *shape, aligned=shape != (2,)) for shape in tables))
+    lists = Lists(*(fake(Int32, cute.sym_int(), *shape, aligned=shape != (2,)) for shape in tables))
+    if deterministic:
+        shapes = (2, 3, cute.sym_int(), cute.sym_int())
+        order = Tickets(*(fake(Int32, cute.sym_int(), columns, aligned=False) for columns in shapes))
+        return lists._replace(order=order)
+    return lists
 
 
 def fake(dtype: type[cutlass.Numeric], *shape: Any, aligned: bool = True) -> cute.Tensor:

@@ -16,6 +16,19 @@ def math_thread(*, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def load_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
+    """What a counter in global memory that other thread blocks raise has reached; says nothing of other memory."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value()]
+    return Int32(ptx("ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", operands, result=T.i32(), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def raise_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
+    """Add 1 to a counter in global memory; says nothing of other memory."""
+    ptx("red.relaxed.gpu.global.add.s32 [$0], 1;", "l", [pointer.toint(loc=loc, ip=ip).ir_value()], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def store_pair(address: Int32, x: Float32, y: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Store two neighbouring floats in shared memory, at an address that 8 divides."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (Int32(address), Float32(x), Float32(y))]

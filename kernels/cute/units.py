@@ -6,9 +6,10 @@ so that thread blocks that run at the same time read the same keys and values (o
 
 from functools import lru_cache
 
+import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from flash_attn.cute import utils
 from torch import Tensor
 
@@ -31,17 +32,23 @@ def unit_at(lists: Lists, number: Int32, kv_heads: Int32, group: Int32):
 
 
 @cute.jit
-def fetch(counter: cute.Tensor, units: Int32) -> Int32:
-    """The number of the next unit for this thread block, which began with the unit of its own number; by a whole warp.
+def fetch(counter: cute.Tensor, units: Int32, dealt: cutlass.Constexpr[bool] = True) -> Int32:
+    """The number of the next unit for this thread block; by a whole warp.
+
+    If units are ``dealt``, it began with the unit of its own number. Otherwise it fetches the first one, too, so that
+    those which thread blocks have are the first ones, however late some thread blocks may begin.
 
     At or above ``units`` there is none, and the thread block must not fetch again: as every one fetches once in vain,
     the last fetch of a launch is known, and sets the counter back to 0.
     """
     fetched = Int32(0)
+    fetches = units if const_expr(dealt) else units + cute.arch.grid_dim()[0]
     if cute.arch.lane_idx() == 0:
         fetched = utils.atomic_add_i32(1, counter.iterator)
-        if fetched == units - 1:
+        if fetched == fetches - 1:
             counter[0] = Int32(0)
+    if const_expr(not dealt):
+        return cute.arch.shuffle_sync(fetched, 0)
     return cute.arch.shuffle_sync(fetched, 0) + cute.arch.grid_dim()[0]
 
 

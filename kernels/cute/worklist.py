@@ -27,6 +27,9 @@ BLOCK = 128
 PARTIAL_COST = 1.1
 """A partial tile's time over a full one's, for the order of the work."""
 
+FULL_TILE = 2**31 - 1
+"""The slot of a full tile, where full tiles are among the partial ones."""
+
 NOWHERE = 2**30
 """A row past the end of every tensor, where the copy engine reads zeros."""
 

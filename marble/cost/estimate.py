@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from marble.compose.schedules.ulysses import HeadSplit
 from marble.cost.counts import Counts, PairCounts
-from marble.cost.loads import Array, Loads
+from marble.cost.loads import Loads
+from marble.cost.waiting import Array
 
 
 @dataclass(frozen=True)

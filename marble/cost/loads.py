@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from marble.compose.cost import dense_counts, head_bytes, row_bytes, tile_counts
 from marble.compose.schedule import Call, Pass, Schedule
 from marble.cost.profile import Profile
+from marble.cost.waiting import Array, ends
 from marble.kernels.contract import Tiles, Touch
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,22 +43,27 @@ class Loads:
 
 @dataclass(frozen=True, eq=False)
 class Cost:
-    """What a pass takes, in seconds. A step lasts as long as its slowest rank computes or receives.
+    """What a pass takes, in seconds.
 
     Attributes:
-        compute: float64 [steps], of the busiest rank.
-        exposed: float64 [steps], what transfers add to that.
+        steps: float64 [steps], how much later the last rank ends a step than the step before (`marble.cost.waiting`).
+        compute: what the busiest rank computes.
         fixed: what steps with transfers take beside them, over all steps.
     """
 
-    compute: Array
-    exposed: Array
+    steps: Array
+    compute: float
     fixed: float
+
+    @property
+    def exposed(self) -> float:
+        """What waiting adds to that, for transfers and for other ranks."""
+        return float(self.steps.sum()) - self.compute
 
     @property
     def seconds(self) -> float:
         """The whole pass."""
-        return float(self.compute.sum() + self.exposed.sum()) + self.fixed
+        return float(self.steps.sum()) + self.fixed
 
 
 def price(loads: Loads, profile: Profile, head_dim: int, block: int, *, backward: bool) -> Cost:
@@ -68,8 +71,8 @@ def price(loads: Loads, profile: Profile, head_dim: int, block: int, *, backward
     compute = compute_seconds(loads, profile, head_dim, block, backward=backward)
     links = transfer_seconds(loads, profile)
     moving = int((links > 0).any(1).sum())
-    busiest = compute.max(1)
-    return Cost(busiest, np.maximum(compute, links).max(1) - busiest, moving * (profile.step or 0.0))
+    last = ends(compute, links).max(1)
+    return Cost(np.diff(last, prepend=0.0), float(compute.sum(0).max()), moving * (profile.step or 0.0))
 
 
 def compute_seconds(loads: Loads, profile: Profile, head_dim: int, block: int, *, backward: bool) -> Array:

@@ -80,13 +80,13 @@ class Candidate:
 
     @property
     def compute(self) -> float:
-        """Seconds in which the busiest rank of every step computes."""
-        return sum(float(cost.compute.sum()) for cost in self._costs)
+        """Seconds in which the busiest rank of every pass computes."""
+        return sum(cost.compute for cost in self._costs)
 
     @property
     def exposed(self) -> float:
-        """Seconds that transfers add."""
-        return sum(float(cost.exposed.sum()) for cost in self._costs)
+        """Seconds that waiting adds, for transfers and for other ranks."""
+        return sum(cost.exposed for cost in self._costs)
 
     @property
     def fixed(self) -> float:

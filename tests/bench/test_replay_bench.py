@@ -61,7 +61,7 @@ class Narrow(Settings):
 
 def replayed(strategy: Strategy, seconds: float, nbytes: int, share: float = 0.9) -> Answer:
     """As if one rank of a strategy had computed for so long."""
-    expected = Expected(strategy, np.array([[seconds, seconds / 2]]), np.zeros((1, 2)), 2.0 * nbytes)
+    expected = Expected(strategy, 1, np.array([[seconds, seconds / 2]]), np.zeros((1, 2)), 2.0 * nbytes)
     step = (StepReplay(seconds / 2, {1: 1}, {}),)
     layer = replay_layer([RankReplay(0, step, step, nbytes)], lambda _rank, _step: seconds)
     return Answer(expected, Replay(expected, layer), share)

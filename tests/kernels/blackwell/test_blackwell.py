@@ -460,6 +460,18 @@ def test_refusals(wrong: dict[str, object], message: str) -> None:
         BlackwellBackend().forward(q, q, q, documents(), None, q, torch.zeros(2, 8), scale=given["scale"])
 
 
+def test_deterministic_sums_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own sums have no order; with `warn_only`, that is said and no more."""
+    from marble.kernels.blackwell.backward_sm100 import run_backward
+
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(RuntimeError, match="'blackwell' adds gradients in any order"):
+        run_backward((), (), None, 1.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
+    with pytest.warns(UserWarning, match="in any order"), pytest.raises(ValueError, match="not enough values"):
+        run_backward((), (), None, 1.0)  # type: ignore[arg-type]
+
+
 def test_sums_that_are_not_float32_are_refused() -> None:
     half, blocks = torch.zeros(1, 128, 64).bfloat16(), SimpleNamespace(first=torch.zeros(1), length=torch.zeros(1))
     with pytest.raises(ValueError, match="partial results are float32"):

@@ -35,6 +35,15 @@ def test_refusals(wrong: dict[str, object], message: str) -> None:
         call(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("chosen", [None, False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_who_asks_for_determinism(chosen: bool | None, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's switch, at the time of the call, unless the backend was told."""
+    backend = CuteBackend(lambda _: 1, deterministic=chosen)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
+    assert backend.deterministic is (enabled if chosen is None else chosen)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_named() -> None:
     with pytest.raises(ValueError, match=r"'cute' runs on Hopper GPUs \(SM 9.0\) .*, found no GPU; 'reference' runs"):

@@ -22,6 +22,7 @@ COMPILE = {
     "forward": "forward_sm90.compile_forward({})",
     "backward": "backward.compile_backward({})",
     "delta": "delta.compile_delta({})",
+    "deterministic": "backward.compile_backward({}, deterministic=True)",
 } | {gradient: f"backward.compile_pass({{}}, '{gradient}')" for gradient in PASSES}
 DTYPES = ("bfloat16", "float16")
 CONFIGURATIONS = [
@@ -30,7 +31,7 @@ CONFIGURATIONS = [
 
 
 def test_few_configurations_ship() -> None:
-    assert len(CONFIGURATIONS) <= 24
+    assert len(CONFIGURATIONS) <= 30
 
 
 @pytest.mark.parametrize("bytes_over", [0, 1])
@@ -63,7 +64,10 @@ def test_impossible_choices_are_refused(wrong: dict[str, int], message: str) -> 
         ForwardConfig(**fine | wrong)
 
 
-CONFIGS = [*(config_of(head_dim) for head_dim in (64, 128, 256)), *(SplitConfig(256, each) for each in PASSES)]
+CONFIGS = [
+    *(config_of(head_dim, deterministic) for head_dim in (64, 128, 256) for deterministic in (False, True)),
+    *(SplitConfig(256, gradient=each) for each in PASSES),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -76,7 +80,7 @@ def test_backward_registers_are_those_of_a_multiprocessor(config: BackwardConfig
 @pytest.mark.parametrize(("wrong", "message"), [((128, "dq"), "head_dim: 128"), ((256, "do"), "gradient: 'do'")])
 def test_impossible_passes_are_refused(wrong: tuple[int, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SplitConfig(*wrong)
+        SplitConfig(wrong[0], gradient=wrong[1])
 
 
 @pytest.mark.parametrize(("kind", "dtype", "head_dim"), CONFIGURATIONS)
@@ -106,3 +110,5 @@ def test_compiles_without_spills(kind: str, dtype: str, head_dim: int, tmp_path:
         assert "HGMMA" in code
         fences, products = code.count("WARPGROUP.ARRIVE"), code.count("HGMMA")
         assert fences < products / 3, "every product waits for the one before it"
+    # A wait for the copy engine's sums, not only for its reads; fences for counters.
+    assert ("MEMBAR.ALL.GPU" in code) == (kind == "deterministic")

@@ -1,0 +1,189 @@
+"""The order in which a deterministic backward pass adds to every tile of dQ, and to the same rows of dK and dV.
+
+Floating-point sums depend on their order, and units of work that add to the same rows run side by side. So every one
+draws a ticket for each of its tiles, here and once per list: the number of units that add to the tile before it. A
+counter in device memory says whose turn it is (`marble.kernels.cute.serving`).
+
+Tickets follow the order in which thread blocks fetch units, so that a unit waits for units that were fetched before it
+and for no others: of the unfinished ones, the first to have been fetched waits for nobody, and no thread block can wait
+for one that is not running. Which order that is decides how long units wait. All of a section begin at about the same
+time, so they should meet each query block in this order by themselves: query blocks are walked from the first to the
+last, and a unit whose walk begins further down comes first, because it meets a block that both walk early in its walk.
+Behind that come those with fewer tiles, which are sooner with the next query head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from marble.kernels.cute.worklist import BLOCK, FULL_TILE, PARTIAL_COST, WorkList
+
+
+@dataclass(frozen=True, eq=False)
+class Ordered:
+    """A `WorkList` by key block in the order of deterministic sums, with its tickets.
+
+    Attributes:
+        lists: the list. Every tile is an entry of ``parts``, full ones too (with slot `FULL_TILE`), by inner row in
+            each item; ``runs`` is empty.
+        tickets: int32 [tiles, 2], unit by unit, and for each the tiles in the order of its walk with one head: the
+            number of the query tile, and how many units add to it before this one.
+        units: int32 [items · 1 or 2, 3], an item's units: the number of the counter of its key rows; its ticket there,
+            −1 if no other item adds to any of these rows; and where its tickets begin.
+        numbers: how many numbers query tiles have.
+        counters: how many counters key rows have.
+        longest: the most blocks that an item visits.
+    """
+
+    lists: WorkList
+    tickets: Tensor
+    units: Tensor
+    numbers: int
+    counters: int
+    longest: int
+
+    def served(self, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """The counters of a launch, at 0: of dQ [heads, numbers], and of dK and dV [kv_heads, counters]."""
+        sizes = heads * self.numbers, kv_heads * self.counters
+        queries, keys = torch.zeros(sum(sizes), dtype=torch.int32, device=self.tickets.device).split(sizes)
+        return queries.view(heads, self.numbers), keys.view(kv_heads, self.counters)
+
+
+_ordered: WeakKeyDictionary[WorkList, dict[tuple[int, int], Ordered]] = WeakKeyDictionary()
+
+
+def ordered(work: WorkList, key_halves: int, halves: int) -> Ordered:
+    """A list by key block in the order of deterministic sums, on its device. Ordered once per list.
+
+    Args:
+        work: the list.
+        key_halves: units of a key block.
+        halves: tiles of a block of query rows.
+
+    Raises:
+        ValueError: if two tiles share some of their query rows, but do not begin with the same: there is no order of
+            sums for tiles, then.
+    """
+    known = _ordered.setdefault(work, {})
+    if (key_halves, halves) not in known:
+        known[key_halves, halves] = _order(work, key_halves, halves)
+    return known[key_halves, halves]
+
+
+def _order(work: WorkList, key_halves: int, halves: int) -> Ordered:
+    owner, entries = _entries(work)
+    items, device = len(work.items), work.items.device
+    place = _places(work, owner, entries[:, 0])
+    by_place = torch.empty_like(place)
+    by_place[place] = torch.arange(items, device=device)
+    order = torch.argsort(place[owner] << 32 | entries[:, 0])
+    owner, entries = place[owner][order], entries[order]
+    count = torch.bincount(owner, minlength=items)
+    fields = work.items[by_place].clone()
+    fields[:, 2], fields[:, 3], fields[:, 4:7] = count.cumsum(0) - count, count, 0
+    lists = WorkList(fields, work.sections, entries.int(), work.runs[:0].clone(), work.ranges, work.bits)
+    # All tiles [entries, key halves, halves]; of half a key block, only those that have pairs.
+    shape = (len(entries), key_halves, halves)
+    visited = torch.ones(shape, dtype=torch.bool, device=device)
+    if key_halves > 1:
+        visited = (entries[:, 3:] >> torch.arange(4, device=device) & 1).bool().view(shape)
+    first, block = _query_blocks(entries)
+    number = block.view(-1, 1, 1) * halves + torch.arange(halves, device=device)
+    unit = owner.view(-1, 1, 1) * key_halves + torch.arange(key_halves, device=device).view(-1, 1)
+    number, unit = (x.expand(shape)[visited] for x in (number, unit))
+    # Now unit by unit: each walks its entries in their order.
+    order = torch.argsort(unit, stable=True)
+    number, unit = number[order], unit[order]
+    tickets = torch.stack([number, _counted(number)], 1)
+    tiles = torch.bincount(unit, minlength=items * key_halves)
+    keys, counters = _key_tickets(fields, tiles, key_halves)
+    units = torch.cat([keys, (tiles.cumsum(0) - tiles).unsqueeze(1)], 1)
+    numbers, longest = len(first) * halves, int(count.max()) if items else 0
+    return Ordered(lists, tickets.int(), units.int(), numbers, counters, longest)
+
+
+def _counted(numbers: Tensor) -> Tensor:
+    """How often each number comes before, in an int64 [n]."""
+    order = torch.argsort(numbers, stable=True)
+    counted = torch.empty_like(order)
+    starts = torch.searchsorted(numbers[order], numbers[order])
+    counted[order] = torch.arange(len(order), device=order.device) - starts
+    return counted
+
+
+def _entries(work: WorkList) -> tuple[Tensor, Tensor]:
+    """All tiles of a list: the item of each, and its row of `WorkList.parts` without a number, int64 [tiles, 4]."""
+    items, device = work.items.long(), work.items.device
+    numbers = torch.arange(len(items), device=device)
+
+    def members(first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """For each group its members, ``count`` successive numbers from ``first``: the group of each, and it."""
+        group = torch.repeat_interleave(torch.arange(len(count), device=device), count)
+        inside = torch.arange(len(group), device=device) - (count.cumsum(0) - count)[group]
+        return group, first[group] + inside
+
+    part_owner, part = members(items[:, 2], items[:, 3])
+    run_owner, run = members(items[:, 4], items[:, 5])
+    rows, blocks = work.runs[run].long().unbind(1)
+    of, number = members(torch.zeros_like(blocks), blocks)
+    full = torch.tensor([0, FULL_TILE, BLOCK, 15], device=device).repeat(len(of), 1)
+    full[:, 0] = rows[of] + BLOCK * number
+    return torch.cat([numbers[part_owner], run_owner[of]]), torch.cat([work.parts[part].long(), full])
+
+
+def _places(work: WorkList, owner: Tensor, row: Tensor) -> Tensor:
+    """The new place of each item: inside its section by the first query row from the last, then by fewest tiles, then
+    by the key row from the last."""
+    items = work.items
+    first = torch.zeros(len(items), dtype=torch.int64, device=items.device)
+    first.scatter_reduce_(0, owner, row, "amin", include_self=False)
+    cost = items[:, 6] + PARTIAL_COST * items[:, 3]
+    order = torch.argsort(items[:, 0], descending=True, stable=True)
+    for key in (cost, -first, work.sections[:, 0]):
+        order = order[torch.argsort(key[order], stable=True)]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place
+
+
+def _query_blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """First rows of the query blocks that entries have, and the number of each entry's."""
+    first, block = torch.unique(entries[:, 0], return_inverse=True)
+    rows = torch.zeros_like(first).scatter_reduce_(0, block, entries[:, 2], "amax")
+    overlap = (first + rows)[:-1] > first[1:]
+    if bool(overlap.any()):
+        (at,) = overlap.nonzero(as_tuple=True)
+        a, b = first[at[0]], first[at[0] + 1]
+        raise ValueError(
+            f"deterministic: two tiles of a call share query rows, but begin with row {int(a)} and row {int(b)}: sums "
+            f"over tiles have no order"
+        )
+    return first, block
+
+
+def _key_tickets(items: Tensor, tiles: Tensor, key_halves: int) -> tuple[Tensor, int]:
+    """For each unit of items in order a counter and a ticket (`Ordered.units`), and the number of counters.
+
+    Units whose key rows overlap share a counter, and so do those that overlap with one of them, and so on. Units
+    without ``tiles`` do not take part.
+    """
+    size, device = BLOCK // key_halves, items.device
+    half = torch.arange(key_halves, device=device)
+    first = (items[:, :1] + size * half).flatten()
+    rows = (items[:, 1:2] - size * half).clamp(max=size).flatten()
+    keys = torch.stack([torch.zeros_like(tiles), torch.full_like(tiles, -1)], 1)
+    (some,) = (tiles > 0).nonzero(as_tuple=True)
+    if not len(some):
+        return keys, 1
+    first, last = first[some].long(), (first + rows)[some].long()
+    order = torch.argsort(first, stable=True)
+    apart = first[order][1:] >= last[order].cummax(0).values[:-1]
+    counter = torch.empty_like(order)
+    counter[order] = torch.nn.functional.pad(apart.long().cumsum(0), (1, 0))
+    sizes = torch.bincount(counter)
+    keys[some] = torch.stack([counter, torch.where(sizes[counter] > 1, _counted(counter), -1)], 1)
+    return keys, len(sizes)

@@ -1,0 +1,297 @@
+"""The order of deterministic sums: every tile is added in one order, which is that of the units of work, and no number
+of thread blocks can end up waiting for one another."""
+
+import dataclasses
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import marble
+from marble import AttentionShape, Layout
+from marble.kernels.contract import Band, Tiles, Touch, Varlen
+from marble.kernels.cute.tickets import Ordered, ordered
+from marble.kernels.cute.worklist import BLOCK, FULL_TILE, WorkList, lower
+from marble.testing.layouts import planned_storage, stored_mask
+from marble.workloads import WORKLOADS, build
+
+KINDS = {64: (1, 1), 128: (1, 2), 256: (2, 2)}
+"""Units of a key block and tiles of a query block, by head dimension."""
+
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=map(str, KINDS))
+
+
+def visited(work: WorkList) -> Counter[tuple[int, ...]]:
+    """(key row, key rows, query row, slot, rows, quarters) of all tiles."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for row, rows, part, parts, run, runs, _, _ in work.items.tolist():
+        for first, slot, inner, quarters in work.parts[part : part + parts].tolist():
+            found[row, rows, first, slot, inner, quarters] += 1
+        for first, blocks in work.runs[run : run + runs].tolist():
+            for block in range(blocks):
+                found[row, rows, first + BLOCK * block, FULL_TILE, BLOCK, 15] += 1
+    return found
+
+
+class Unit(NamedTuple):
+    """What a unit adds, in its order: the counter and ticket of each of its tiles, then of its keys (or None)."""
+
+    tiles: list[tuple[tuple[int, int], int]]
+    keys: tuple[tuple[int, int], int] | None
+    rows: range
+
+
+def units(order: Ordered, kind: tuple[int, int], heads: int, kv_heads: int, few: int) -> Iterator[Unit]:
+    """The units of a launch in the order in which they are fetched, as the kernel reads them."""
+    (key_halves, halves), group, lists = kind, heads // kv_heads, order.lists
+    pieces, at, items = group // few, 0, lists.items.tolist()
+    tickets, table, parts = order.tickets.tolist(), order.units.tolist(), lists.parts.tolist()
+    while at < len(items):
+        first, size = lists.sections[at].tolist()
+        assert first == at
+        for kv_head in range(kv_heads):
+            for item in range(at, at + size):
+                row, rows, part, count, _, runs, full, _ = items[item]
+                assert runs == full == 0
+                for half in range(key_halves):
+                    counter, ticket, place = table[item * key_halves + half]
+                    walk = []
+                    for _, _, _, quarters in parts[part : part + count]:
+                        some = quarters >> 2 * half & 3 if key_halves == 2 else 3
+                        walk += [q for q in range(halves) if some >> q & 1]
+                    own = tickets[place : place + len(walk)]
+                    assert [number % halves for number, _ in own] == walk
+                    size_of = BLOCK // key_halves
+                    keys = range(row + half * size_of, row + min(rows, (half + 1) * size_of))
+                    for piece in range(pieces if walk else 0):
+                        turn = None
+                        if ticket >= 0 or pieces > 1:
+                            turn = (kv_head, counter), max(ticket, 0) * pieces + piece
+                        begin = kv_head * group + piece * few
+                        tiles = [((head, number), mine) for head in range(begin, begin + few) for number, mine in own]
+                        yield Unit(tiles, turn, keys)
+        at += size
+
+
+def check(work: WorkList, kind: tuple[int, int], heads: int = 2, kv_heads: int = 1, few: int = 1) -> Ordered:
+    """A list's order adds the same tiles, one by one in the order of units, and never two units to the same keys."""
+    order = ordered(work, *kind)
+    assert visited(order.lists) == visited(work)
+    assert ordered(work, *kind) is order
+    rows = order.lists.parts[:, 0]
+    for _, _, part, count, *_ in order.lists.items.tolist():
+        assert (rows[part : part + count].diff() > 0).all(), "query blocks in their order"
+    counted: dict[tuple[int, int], int] = defaultdict(int)
+    keys: dict[tuple[int, int], int] = defaultdict(int)
+    adders: dict[tuple[int, int], set[object]] = defaultdict(set)
+    for number, unit in enumerate(units(order, kind, heads, kv_heads, few)):
+        for counter, ticket in unit.tiles:
+            assert ticket == counted[counter]
+            counted[counter] += 1
+        head = unit.tiles[0][0][0] // (heads // kv_heads)
+        for row in unit.rows:
+            adders[head, row].add(unit.keys[0] if unit.keys else number)
+        if unit.keys:
+            counter, ticket = unit.keys
+            assert ticket == keys[counter]
+            keys[counter] += 1
+    assert all(len(each) == 1 for each in adders.values()), "rows that two units add to have one counter"
+    served, keys_served = order.served(heads, kv_heads)
+    assert served.shape == (heads, order.numbers)
+    assert keys_served.shape == (kv_heads, order.counters)
+    assert not served.any()
+    assert all(number < order.numbers for _, number in counted)
+    assert all(counter < order.counters for _, counter in keys)
+    return order
+
+
+def waits(some: Sequence[Unit], blocks: int, seed: int) -> int:
+    """Run units on thread blocks that go on in a random order; how often one had to wait. Fails if none can go on."""
+    chance = random.Random(seed)
+    fetched, held = 0, 0
+    at: dict[int, tuple[Unit, int]] = {}
+    served: dict[object, int] = defaultdict(int)
+    while True:
+        for block in chance.sample(range(blocks), blocks):
+            if block not in at and fetched < len(some):
+                at[block], fetched = (some[fetched], 0), fetched + 1
+        if not at:
+            return held
+        moved = False
+        for block in chance.sample(sorted(at), chance.randint(1, len(at))) if chance.random() < 0.9 else sorted(at):
+            unit, step = at[block]
+            adds = [("dq", *add) for add in unit.tiles] + ([("keys", *unit.keys)] if unit.keys else [])
+            kind, counter, ticket = adds[step]
+            if served[kind, counter] < ticket:
+                held += 1
+                continue
+            assert served[kind, counter] == ticket
+            served[kind, counter], moved = ticket + 1, True
+            at[block] = unit, step + 1
+            if step + 1 == len(adds):
+                del at[block]
+        if not moved:
+            stuck = [
+                unit
+                for unit, step in at.values()
+                if step < len(unit.tiles) and served["dq", unit.tiles[step][0]] < unit.tiles[step][1]
+            ]
+            waiting_for_keys = [
+                unit
+                for unit, step in at.values()
+                if step == len(unit.tiles) and unit.keys and served["keys", unit.keys[0]] < unit.keys[1]
+            ]
+            assert len(stuck) + len(waiting_for_keys) < len(at), "all thread blocks wait"
+
+
+def tiles_of(layout: Layout, window: int | None = None) -> Tiles:
+    stored, tokens = stored_mask(planned_storage(layout, window), window), torch.arange(layout.tokens)
+    return stored.tiles(tokens, tokens, BLOCK)
+
+
+def workload(name: str, tokens: int = 3000) -> WorkList:
+    window = 300 if name == "gemma_docs" else None
+    return lower(tiles_of(build(name, tokens, scale=WORKLOADS[name].demo_scale), window)).by_key
+
+
+lengths = st.lists(st.integers(0, 500), min_size=1, max_size=4)
+
+
+@given(st.sampled_from(list(Band)), lengths, lengths, st.integers(0, 5), st.sampled_from(list(KINDS.values())))
+@settings(deadline=None)
+def test_dense_sequences(band: Band, queries: list[int], keys: list[int], gap: int, kind: tuple[int, int]) -> None:
+    """Unaligned and empty ones, whose query blocks lie on a grid of their own."""
+    keys = (keys * 4)[: len(queries)]
+    bounds = []
+    for sizes in (queries, keys):
+        at, rows = gap, []
+        for size in sizes:
+            rows.append([at, at + size])
+            at += size + gap
+        bounds.append(torch.tensor(rows, dtype=torch.int32))
+    touch = torch.full((len(queries),), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8)
+    order = check(lower(Varlen(*bounds, band, touch)).by_key, kind)
+    assert (order.units[:, 1] == -1).all(), "no other unit adds to these keys"
+
+
+shared_keys = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=5)
+
+
+@given(shared_keys, st.sampled_from(list(KINDS.values())))
+@settings(deadline=None)
+def test_sequences_that_share_keys(each: list[tuple[int, int, int]], kind: tuple[int, int]) -> None:
+    """As pieces of a sample do, which see keys of their own and common ones; on grids that do not match."""
+    rows = torch.tensor([0, *(queries for _, _, queries in each)]).cumsum(0)
+    queries = torch.stack([rows[:-1], rows[1:]], 1).int()
+    keys = torch.tensor([[start, start + length] for start, length, _ in each], dtype=torch.int32)
+    touch = torch.zeros(len(each), dtype=torch.uint8)
+    work = lower(Varlen(queries, keys, Band.FULL, touch)).by_key
+    order = check(work, kind, heads=4, kv_heads=2, few=2)
+    waits(list(units(order, kind, 4, 2, 1)), 3, len(each))
+
+
+@each_kind
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads(name: str, kind: tuple[int, int]) -> None:
+    work = workload(name)
+    order = check(work, kind, heads=4, kv_heads=2, few=2)
+    assert (order.units[:, 1] == -1).all()
+    for few in (1, 2):
+        launch = list(units(order, kind, 4, 2, few))
+        for blocks in (1, 2, 5, 132):
+            assert (waits(launch, blocks, seed=blocks) == 0) == (blocks == 1)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "sparse_a2a", "chunked", "all_gather"])
+@pytest.mark.parametrize("name", ["bagel_mix", "molmo_video", "gemma_docs"])
+def test_every_call_of_a_plan_has_an_order(name: str, schedule: str) -> None:
+    """Also dense calls whose sequences share keys."""
+    layout = build(name, 3001, scale=WORKLOADS[name].demo_scale)
+    plan = marble.plan(layout, AttentionShape(4, 2, 128), ranks=3, schedule=schedule)
+    shared = 0
+    for each in plan.schedules[0].values():
+        for work in dict.fromkeys(each.works):
+            lists = lower(work).by_key
+            for kind in set(KINDS.values()):
+                order = check(lists, kind, heads=4, kv_heads=2, few=2)
+                shared += int((order.units[:, 1] >= 0).sum())
+            waits(list(units(order, kind, 4, 2, 1)), 5, seed=each.rank)
+    assert (shared > 0) == (schedule == "chunked"), "elsewhere one unit adds to a key block"
+
+
+@given(lengths, st.integers(50, 400), st.sampled_from(list(KINDS.values())), st.sampled_from([1, 2, 5, 132]))
+@settings(deadline=None, max_examples=30)
+def test_windows_of_documents_never_stop(sizes: list[int], window: int, kind: tuple[int, int], blocks: int) -> None:
+    layout = Layout.from_cu_seqlens([0, *torch.tensor([1 + size for size in sizes]).cumsum(0).tolist()])
+    order = check(lower(tiles_of(layout, window)).by_key, kind)
+    waits(list(units(order, kind, 2, 1, 1)), blocks, seed=window)
+
+
+def test_masks_without_structure() -> None:
+    order = check(lower(tiles_of(Layout.from_cu_seqlens([0, 700]))).by_key, (2, 2))
+    half = order.lists.parts[:, 3] != 15
+    assert half.any(), "quarters without pairs have no ticket"
+    assert len(order.tickets) < 4 * len(order.lists.parts)
+
+
+def test_a_unit_begins_with_the_query_block_that_no_other_is_at() -> None:
+    """A causal document: the diagonal first; of a section, the last key block is fetched first."""
+    order = ordered(lower(tiles_of(Layout.from_cu_seqlens([0, 1024]))).by_key, 1, 1)
+    items, parts = order.lists.items, order.lists.parts
+    assert items[:, 0].tolist() == list(range(7 * BLOCK, -1, -BLOCK))
+    assert torch.equal(parts[items[:, 2].long(), 0], items[:, 0])
+    first = order.tickets[order.units[:, 2].long(), 1]
+    assert not first.any(), "so nobody waits to begin"
+
+
+def test_nothing_visible() -> None:
+    nothing = torch.tensor([[0, 0]], dtype=torch.int32)
+    work = lower(Varlen(nothing, nothing, Band.FULL, torch.zeros(1, dtype=torch.uint8))).by_key
+    order = ordered(work, 1, 2)
+    assert not len(order.lists.items)
+    assert [x.shape[1] for x in order.served(4, 2)] == [0, 1]
+
+
+def test_query_tiles_that_share_some_rows_are_refused() -> None:
+    overlapping = torch.tensor([[0, 200], [100, 300]], dtype=torch.int32)
+    keys = torch.tensor([[0, 128], [128, 256]], dtype=torch.int32)
+    work = lower(Varlen(overlapping, keys, Band.FULL, torch.zeros(2, dtype=torch.uint8))).by_key
+    with pytest.raises(ValueError, match=r"deterministic: two tiles .* begin with row 0 and row 100"):
+        ordered(work, 1, 2)
+
+
+def test_lists_stay_what_they_were() -> None:
+    work = workload("molmo_docs")
+    before = {field.name: getattr(work, field.name).clone() for field in dataclasses.fields(work)}
+    ordered(work, 2, 2)
+    assert all(torch.equal(getattr(work, name), value) for name, value in before.items())
+
+
+PLANS = [
+    # items, kv_heads, group, longest, blocks in all, query heads of a unit
+    (512, 8, 4, 90, 11362, 2),  # no unit takes more than an eighth of a multiprocessor's time
+    (512, 16, 2, 110, 6343, 1),
+    (512, 16, 2, 9, 3863, 2),
+    (64, 4, 7, 64, 2080, 1),  # too few units otherwise
+    (1, 1, 6, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("items", "kv_heads", "group", "longest", "blocks", "few"), PLANS)
+def test_units_are_cut_where_they_are_long_or_few(
+    items: int, kv_heads: int, group: int, longest: int, blocks: int, few: int
+) -> None:
+    pytest.importorskip("cutlass")
+    from marble.kernels.cute.backward_config import plan_ordered_units
+
+    def table(rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns, dtype=torch.int32)
+
+    lists = WorkList(table(items, 8), table(items, 2), table(blocks, 4), table(0, 2), table(0, 1), table(0, 1))
+    order = Ordered(lists, table(blocks, 2), table(items, 3), blocks, items, longest)
+    assert plan_ordered_units(order, 1, kv_heads, group, 132) == (0, few)
