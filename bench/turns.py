@@ -3,7 +3,8 @@
 ``python -m bench.turns`` takes the real lists of every workload and an imagined GPU: multiprocessors that fetch units
 in order; a block of 128 × 128 takes 1 (1.1 if it is partial), a unit half a block besides. Its dQ is added in its turn;
 the next one may add ``--handover`` later (about 2 µs: 0.45 blocks at head size 128, 0.9 at 64). Products go on
-meanwhile, one block ahead. It prints the time over that of units which never wait, in their own order.
+meanwhile, one block ahead. Units with some heads of the same keys end in turns, too. It prints the time over that of
+units which never wait, in their own order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.baselines.calls import cases
-from marble.kernels.cute.backward_config import plan_ordered_units, plan_units
+from marble.kernels.cute.backward_config import plan_units
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import FULL_TILE, PARTIAL_COST, WorkList, lower
 from marble.workloads import WORKLOADS
@@ -36,10 +37,11 @@ class Walk(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Blocks with some query heads."""
+    """Blocks with some query heads; and a counter and ticket of their keys, if units with other heads add to them."""
 
     walk: Walk
     heads: range
+    keys: tuple[tuple[int, int], int] | None = None
 
 
 def units(lists: WorkList, order: Ordered | None, heads: int, kv_heads: int, plan: tuple[int, int]) -> Iterator[Unit]:
@@ -57,8 +59,10 @@ def units(lists: WorkList, order: Ordered | None, heads: int, kv_heads: int, pla
         for kv_head in range(kv_heads):
             for item in range(at, at + size):
                 each = group if number < whole * kv_heads else few
-                first = kv_head * group
-                yield from (Unit(walks[item], range(h, h + each)) for h in range(first, first + group, each))
+                for piece in range(group // each):
+                    first = kv_head * group + piece * each
+                    keys = ((-1 - kv_head, item), piece) if order and each < group else None
+                    yield Unit(walks[item], range(first, first + each), keys)
                 number += 1
         at += size
 
@@ -70,7 +74,7 @@ def makespan(some: Sequence[Unit], sms: int, handover: float) -> float:
         RuntimeError: if units wait for one another.
     """
     reached: dict[tuple[int, int], int] = defaultdict(int)
-    waiting: dict[tuple[tuple[int, int], int], int] = {}
+    waiting: dict[tuple[tuple[int, int], int], tuple[int, int]] = {}
     events = [(0.0, 0, sm, (0, 0)) for sm in range(min(sms, len(some)))]  # time, what, where, counter
     held: list[Unit | None] = [None] * sms
     step, done, free, end, fetched, ended = [0] * sms, [0.0] * sms, [0.0] * sms, 0.0, 0, 0
@@ -79,7 +83,7 @@ def makespan(some: Sequence[Unit], sms: int, handover: float) -> float:
         if what == 1:  # a turn has ended
             reached[counter] += 1
             if (next_one := waiting.pop((counter, reached[counter]), None)) is not None:
-                heapq.heappush(events, (now, 2, next_one, counter))
+                heapq.heappush(events, (now, *next_one, counter))
             continue
         unit = held[sm]
         if unit is None:  # what == 0: fetch
@@ -90,18 +94,28 @@ def makespan(some: Sequence[Unit], sms: int, handover: float) -> float:
             heapq.heappush(events, (max(done[sm], free[sm]), 2, sm, counter))
             continue
         costs, turns = unit.walk
+        if step[sm] == len(costs) * len(unit.heads):  # what == 3: all is added to dQ
+            if unit.keys is not None:
+                counter, ticket = unit.keys
+                if reached[counter] < ticket:
+                    waiting[counter, ticket] = 3, sm
+                    continue
+                now += handover
+                heapq.heappush(events, (now, 1, sm, counter))
+            end, held[sm], ended = max(end, now), None, ended + 1
+            heapq.heappush(events, (now, 0, sm, counter))
+            continue
         at = step[sm] % len(costs)
         if turns:  # what == 2: a block's dQ may be added
             counter = unit.heads[step[sm] // len(costs)], turns[at][0]
             if reached[counter] < turns[at][1]:
-                waiting[counter, turns[at][1]] = sm
+                waiting[counter, turns[at][1]] = 2, sm
                 continue
             free[sm] = now + handover
             heapq.heappush(events, (free[sm], 1, sm, counter))
-        step[sm], end = step[sm] + 1, max(end, now)
+        step[sm] += 1
         if step[sm] == len(costs) * len(unit.heads):
-            held[sm], ended = None, ended + 1
-            heapq.heappush(events, (now, 0, sm, counter))
+            heapq.heappush(events, (now, 3, sm, counter))
         else:
             done[sm] = max(done[sm] + costs[step[sm] % len(costs)], now)
             heapq.heappush(events, (max(done[sm], free[sm]), 2, sm, counter))
@@ -126,12 +140,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for text in given.heads:
             own = (case.shape.heads, case.shape.kv_heads)
             heads, kv_heads = own if text == "own" else map(int, text.split(":"))
-            plans = (
-                plan_units(len(lists.items), kv_heads, heads // kv_heads, given.sms),
-                plan_ordered_units(order, 1, kv_heads, heads // kv_heads, given.sms),
-            )
-            anyhow = list(units(lists, None, heads, kv_heads, plans[0]))
-            in_turn = list(units(order.lists, order, heads, kv_heads, plans[1]))
+            plan = plan_units(len(lists.items), kv_heads, heads // kv_heads, given.sms)
+            anyhow = list(units(lists, None, heads, kv_heads, plan))
+            in_turn = list(units(order.lists, order, heads, kv_heads, plan))
             ratio = makespan(in_turn, given.sms, given.handover) / makespan(anyhow, given.sms, 0.0)
             ratios.append(f"{ratio:.3f}")
         table.add_row(case.title, *ratios)

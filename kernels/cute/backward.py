@@ -12,7 +12,6 @@ from marble.kernels.cute.backward_config import (
     BackwardConfig,
     Gradients,
     WideConfig,
-    plan_ordered_units,
     plan_units,
 )
 from marble.kernels.cute.backward_sm90 import BackwardSm90
@@ -103,14 +102,13 @@ def run_backward(
     Args:
         work: the list.
         sms: thread blocks at most.
-        units: replaces the answer of `plan_units` or, for deterministic sums, of `plan_ordered_units`.
+        units: replaces the answer of `plan_units`.
         deterministic: whether the sums have one order, so that equal calls give equal bits on GPUs of one kind.
 
     The others are those of `Backend.backward`.
 
     Raises:
-        ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`), or
-            ``units`` are not alike.
+        ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`).
     """
     heads, head_dim = q.shape[1:]
     kv_heads, config = k.shape[1], config_of(head_dim, deterministic)
@@ -119,14 +117,9 @@ def run_backward(
         order = ordered(work, config.key_halves, config.halves)
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
-        whole, few = plan_ordered_units(order, config.key_halves, kv_heads, group, sms) if units is None else units
-        if whole:
-            raise ValueError(
-                f"units: with deterministic sums all have the same number of query heads, got {whole} whole"
-            )
     else:
         lists = lists_of(work)
-        whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
+    whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
     counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
     kernel = compile_backward(q.dtype, head_dim, deterministic)

@@ -12,7 +12,6 @@ from flash_attn.cute import pipeline
 from quack import sm90_utils
 from quack.cute_dsl_utils import mlir_namedtuple
 
-from marble.kernels.cute.tickets import Ordered
 from marble.kernels.cute.worklist import BLOCK
 
 GROUP = 128
@@ -306,20 +305,6 @@ def plan_units(items: int, kv_heads: int, group: int, sms: int) -> tuple[int, in
     sizes = [few for few in range(1, group + 1) if group % few == 0]
     enough = [few for few in sizes if items * kv_heads * (group // few) >= ENOUGH_UNITS * sms]
     return 0, max(enough, default=1)
-
-
-LONGEST_SHARE = 8
-"""If sums have an order, no unit should take more than one part in so many of a multiprocessor's time, because it may
-come last."""
-
-
-def plan_ordered_units(ordered: Ordered, key_halves: int, kv_heads: int, group: int, sms: int) -> tuple[int, int]:
-    """`Schedule.whole` and `Schedule.few` of items in the order of deterministic sums: all units are alike."""
-    units = len(ordered.lists.items) * key_halves * kv_heads
-    share = ordered.longest * sms * LONGEST_SHARE, len(ordered.lists.parts) * key_halves * kv_heads * group
-    sizes = [few for few in range(1, group + 1) if group % few == 0]
-    fine = [few for few in sizes if units * (group // few) >= ENOUGH_UNITS * sms and few * share[0] <= share[1]]
-    return 0, max(fine, default=1)
 
 
 class Field(IntEnum):

@@ -280,8 +280,8 @@ class BackwardSm90(RegisterSums):
             index, kv_head, half = unit_at(lists, place, kv_heads, Int32(key_halves))
             order = [Int32(0)] * 3
             if const_expr(ordered):
-                piece = (head // schedule.few, pieces)
-                order = serving.unit_tickets(lists, index * key_halves + half, kv_head, piece, self.config.groups)
+                row = index * key_halves + half
+                order = serving.unit_tickets(lists, row, kv_head, head, heads, group, self.config.groups)
             head += kv_head * group
             field = Int32(0)
             if lane < Field.KV_HEAD:

@@ -262,7 +262,7 @@ class BackwardWideSm90(BackwardSm90):
         """All threads of the group have added dQ of a tile."""
         cute.arch.barrier(barrier_id=BARRIER_DQ_TURN, number_of_threads=GROUP)
         if serving.leads():
-            serving.end_turn(lists.order.served.iterator + shared.notes[3, tile % TILE_SLOTS])
+            serving.end_turn(lists.order.served.iterator + shared.notes[3, tile % TILE_SLOTS], 1)
 
     def _dq_products(self, shared: Shared) -> list[Any]:
         """Each of one part of the columns."""

@@ -23,9 +23,10 @@ def load_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> I
 
 
 @dsl_user_op
-def raise_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
-    """Add 1 to a counter in global memory; says nothing of other memory."""
-    ptx("red.relaxed.gpu.global.add.s32 [$0], 1;", "l", [pointer.toint(loc=loc, ip=ip).ir_value()], loc=loc, ip=ip)
+def raise_counter(pointer: cute.Pointer, by: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Add to a counter in global memory; says nothing of other memory."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(), Int32(by).ir_value(loc=loc, ip=ip)]
+    ptx("red.relaxed.gpu.global.add.s32 [$0], $1;", "l,r", operands, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -51,7 +51,7 @@ def end_copies(lists: Lists, open_turn: Int32) -> None:
     cute.arch.fence_acq_rel_gpu()
     if open_turn >= 0:
         with cute.arch.elect_one():
-            raise_counter(lists.order.served.iterator + open_turn)
+            raise_counter(lists.order.served.iterator + open_turn, 1)
 
 
 @cute.jit
@@ -70,10 +70,10 @@ def leads() -> Boolean:
 
 
 @cute.jit
-def end_turn(counter: cute.Pointer) -> None:
+def end_turn(counter: cute.Pointer, by: Int32) -> None:
     """Raise a counter. By one thread, behind a barrier that all threads have reached which have added."""
     cute.arch.fence_acq_rel_gpu()
-    raise_counter(counter)
+    raise_counter(counter, by)
 
 
 # dK and dV, which each math group adds -------------------------------------------------------------------------------
@@ -81,14 +81,20 @@ def end_turn(counter: cute.Pointer) -> None:
 
 @cute.jit
 def unit_tickets(
-    lists: Lists, unit: Int32, kv_head: Int32, piece: tuple[Int32, Int32], groups: cutlass.Constexpr[int]
+    lists: Lists,
+    unit: Int32,
+    kv_head: Int32,
+    head: Int32,
+    heads: Int32,
+    group: Int32,
+    groups: cutlass.Constexpr[int],
 ) -> list[Int32]:
-    """`Field.KEY_COUNTER`, `Field.KEY_TICKET` and `Field.TICKET` of a row of `Ordered.units`; ``piece``: which of how
-    many units that divide its query heads among them. Every group raises the counter once."""
+    """`Field.KEY_COUNTER`, `Field.KEY_TICKET` and `Field.TICKET` of a row of `Ordered.units`, for ``heads`` query heads
+    from ``head`` on, of the ``group`` of a key/value head. The counter counts heads, once for every math group."""
     counter, own, first = (lists.order.units[unit, i] for i in range(3))
     ticket = Int32(-1)
-    if own >= 0 or piece[1] > 1:
-        ticket = (cutlass.max(own, 0) * piece[1] + piece[0]) * groups
+    if own >= 0 or heads < group:
+        ticket = (cutlass.max(own, 0) * group + head) * groups
     return [kv_head * lists.order.keys_served.shape[1] + counter, ticket, first]
 
 
@@ -112,7 +118,7 @@ def end_key_turn(lists: Lists, shared: Shared, turn: Int32, barrier: cutlass.Con
     if shared.units[Field.KEY_TICKET, turn % UNIT_SLOTS] >= 0:
         cute.arch.barrier(barrier_id=barrier + (math_thread() >> 7), number_of_threads=GROUP)
         if leads():
-            end_turn(_key_counter(lists, shared, turn))
+            end_turn(_key_counter(lists, shared, turn), shared.units[Field.HEADS, turn % UNIT_SLOTS])
 
 
 def _key_counter(lists: Lists, shared: Shared, turn: Int32) -> cute.Pointer:

@@ -36,7 +36,6 @@ class Ordered:
             −1 if no other item adds to any of these rows; and where its tickets begin.
         numbers: how many numbers query tiles have.
         counters: how many counters key rows have.
-        longest: the most blocks that an item visits.
     """
 
     lists: WorkList
@@ -44,7 +43,6 @@ class Ordered:
     units: Tensor
     numbers: int
     counters: int
-    longest: int
 
     def served(self, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
         """The counters of a launch, at 0: of dQ [heads, numbers], and of dK and dV [kv_heads, counters]."""
@@ -102,8 +100,7 @@ def _order(work: WorkList, key_halves: int, halves: int) -> Ordered:
     tiles = torch.bincount(unit, minlength=items * key_halves)
     keys, counters = _key_tickets(fields, tiles, key_halves)
     units = torch.cat([keys, (tiles.cumsum(0) - tiles).unsqueeze(1)], 1)
-    numbers, longest = len(first) * halves, int(count.max()) if items else 0
-    return Ordered(lists, tickets.int(), units.int(), numbers, counters, longest)
+    return Ordered(lists, tickets.int(), units.int(), len(first) * halves, counters)
 
 
 def _counted(numbers: Tensor) -> Tensor:

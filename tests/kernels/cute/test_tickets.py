@@ -44,12 +44,14 @@ class Unit(NamedTuple):
     tiles: list[tuple[tuple[int, int], int]]
     keys: tuple[tuple[int, int], int] | None
     rows: range
+    heads: int
 
 
-def units(order: Ordered, kind: tuple[int, int], heads: int, kv_heads: int, few: int) -> Iterator[Unit]:
-    """The units of a launch in the order in which they are fetched, as the kernel reads them."""
+def units(order: Ordered, kind: tuple[int, int], heads: int, kv_heads: int, few: int, whole: int = 0) -> Iterator[Unit]:
+    """The units of a launch in the order in which they are fetched, as the kernel reads them; the first ``whole`` times
+    ``kv_heads`` have all query heads of theirs."""
     (key_halves, halves), group, lists = kind, heads // kv_heads, order.lists
-    pieces, at, items = group // few, 0, lists.items.tolist()
+    at, items, place = 0, lists.items.tolist(), 0
     tickets, table, parts = order.tickets.tolist(), order.units.tolist(), lists.parts.tolist()
     while at < len(items):
         first, size = lists.sections[at].tolist()
@@ -68,17 +70,21 @@ def units(order: Ordered, kind: tuple[int, int], heads: int, kv_heads: int, few:
                     assert [number % halves for number, _ in own] == walk
                     size_of = BLOCK // key_halves
                     keys = range(row + half * size_of, row + min(rows, (half + 1) * size_of))
-                    for piece in range(pieces if walk else 0):
+                    each = group if place < whole * kv_heads else few
+                    place += 1
+                    for member in range(0, group if walk else 0, each):
                         turn = None
-                        if ticket >= 0 or pieces > 1:
-                            turn = (kv_head, counter), max(ticket, 0) * pieces + piece
-                        begin = kv_head * group + piece * few
-                        tiles = [((head, number), mine) for head in range(begin, begin + few) for number, mine in own]
-                        yield Unit(tiles, turn, keys)
+                        if ticket >= 0 or each < group:
+                            turn = (kv_head, counter), max(ticket, 0) * group + member
+                        begin = kv_head * group + member
+                        tiles = [((head, number), mine) for head in range(begin, begin + each) for number, mine in own]
+                        yield Unit(tiles, turn, keys, each)
         at += size
 
 
-def check(work: WorkList, kind: tuple[int, int], heads: int = 2, kv_heads: int = 1, few: int = 1) -> Ordered:
+def check(
+    work: WorkList, kind: tuple[int, int], heads: int = 2, kv_heads: int = 1, few: int = 1, whole: int = 0
+) -> Ordered:
     """A list's order adds the same tiles, one by one in the order of units, and never two units to the same keys."""
     order = ordered(work, *kind)
     assert visited(order.lists) == visited(work)
@@ -89,7 +95,7 @@ def check(work: WorkList, kind: tuple[int, int], heads: int = 2, kv_heads: int =
     counted: dict[tuple[int, int], int] = defaultdict(int)
     keys: dict[tuple[int, int], int] = defaultdict(int)
     adders: dict[tuple[int, int], set[object]] = defaultdict(set)
-    for number, unit in enumerate(units(order, kind, heads, kv_heads, few)):
+    for number, unit in enumerate(units(order, kind, heads, kv_heads, few, whole)):
         for counter, ticket in unit.tiles:
             assert ticket == counted[counter]
             counted[counter] += 1
@@ -99,7 +105,7 @@ def check(work: WorkList, kind: tuple[int, int], heads: int = 2, kv_heads: int =
         if unit.keys:
             counter, ticket = unit.keys
             assert ticket == keys[counter]
-            keys[counter] += 1
+            keys[counter] += unit.heads
     assert all(len(each) == 1 for each in adders.values()), "rows that two units add to have one counter"
     served, keys_served = order.served(heads, kv_heads)
     assert served.shape == (heads, order.numbers)
@@ -131,7 +137,7 @@ def waits(some: Sequence[Unit], blocks: int, seed: int) -> int:
                 held += 1
                 continue
             assert served[kind, counter] == ticket
-            served[kind, counter], moved = ticket + 1, True
+            served[kind, counter], moved = ticket + (unit.heads if kind == "keys" else 1), True
             at[block] = unit, step + 1
             if step + 1 == len(adds):
                 del at[block]
@@ -192,7 +198,8 @@ def test_sequences_that_share_keys(each: list[tuple[int, int, int]], kind: tuple
     touch = torch.zeros(len(each), dtype=torch.uint8)
     work = lower(Varlen(queries, keys, Band.FULL, touch)).by_key
     order = check(work, kind, heads=4, kv_heads=2, few=2)
-    waits(list(units(order, kind, 4, 2, 1)), 3, len(each))
+    check(work, kind, heads=4, kv_heads=2, whole=len(each) // 2)
+    waits(list(units(order, kind, 4, 2, 1, len(each) // 2)), 3, len(each))
 
 
 @each_kind
@@ -201,10 +208,13 @@ def test_workloads(name: str, kind: tuple[int, int]) -> None:
     work = workload(name)
     order = check(work, kind, heads=4, kv_heads=2, few=2)
     assert (order.units[:, 1] == -1).all()
-    for few in (1, 2):
-        launch = list(units(order, kind, 4, 2, few))
+    for few, whole in ((1, 0), (2, 0), (1, len(work.items) // 2)):
+        check(work, kind, 4, 2, few, whole)
+        launch = list(units(order, kind, 4, 2, few, whole))
         for blocks in (1, 2, 5, 132):
-            assert (waits(launch, blocks, seed=blocks) == 0) == (blocks == 1)
+            held = waits(launch, blocks, seed=blocks)
+            assert held == 0 or blocks > 1
+            assert held > 0 or blocks < 132
 
 
 @pytest.mark.parametrize("schedule", ["ring", "sparse_a2a", "chunked", "all_gather"])
@@ -270,28 +280,3 @@ def test_lists_stay_what_they_were() -> None:
     before = {field.name: getattr(work, field.name).clone() for field in dataclasses.fields(work)}
     ordered(work, 2, 2)
     assert all(torch.equal(getattr(work, name), value) for name, value in before.items())
-
-
-PLANS = [
-    # items, kv_heads, group, longest, blocks in all, query heads of a unit
-    (512, 8, 4, 90, 11362, 2),  # no unit takes more than an eighth of a multiprocessor's time
-    (512, 16, 2, 110, 6343, 1),
-    (512, 16, 2, 9, 3863, 2),
-    (64, 4, 7, 64, 2080, 1),  # too few units otherwise
-    (1, 1, 6, 1, 1, 1),
-]
-
-
-@pytest.mark.parametrize(("items", "kv_heads", "group", "longest", "blocks", "few"), PLANS)
-def test_units_are_cut_where_they_are_long_or_few(
-    items: int, kv_heads: int, group: int, longest: int, blocks: int, few: int
-) -> None:
-    pytest.importorskip("cutlass")
-    from marble.kernels.cute.backward_config import plan_ordered_units
-
-    def table(rows: int, columns: int) -> torch.Tensor:
-        return torch.zeros(rows, columns, dtype=torch.int32)
-
-    lists = WorkList(table(items, 8), table(items, 2), table(blocks, 4), table(0, 2), table(0, 1), table(0, 1))
-    order = Ordered(lists, table(blocks, 2), table(items, 3), blocks, items, longest)
-    assert plan_ordered_units(order, 1, kv_heads, group, 132) == (0, few)
