@@ -9,6 +9,7 @@ from torch import Tensor
 
 from marble.kernels.contract import State, Work
 from marble.kernels.cute import backward, forward_sm90
+from marble.kernels.cute.backward_split_sm90 import SplitConfig
 from marble.kernels.cute.binding import expect, readable
 from marble.kernels.cute.delta import run_delta
 from marble.kernels.cute.worklist import lower, lower_all
@@ -26,7 +27,7 @@ class CuteBackend:
         multiprocessors: tells how many a device has.
         deterministic: whether equal backward calls give equal bits on GPUs of one kind, which takes longer: sums then
             have one order (`marble.kernels.cute.tickets`). None: if PyTorch's deterministic algorithms are enabled at
-            the time of a call. Forward calls always do.
+            the time of a call. Forward calls always do, and backward calls with head dimension 256.
     """
 
     name = "cute"
@@ -90,11 +91,14 @@ class CuteBackend:
             ValueError: of a deterministic call, if two of its sequences share query rows, which `Varlen` forbids.
         """
         expect(self.name, q, scale, HEAD_DIMS)
-        lists = lower(work).by_key
-        if not len(lists.items):
+        lists = lower(work)
+        if not len(lists.by_key.items):
             return
         q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
         sms = self.multiprocessors(q.device)
-        backward.run_backward(
-            q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms, deterministic=self.deterministic
-        )
+        if q.shape[2] in SplitConfig.head_dims:  # always deterministic
+            backward.run_passes(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
+        else:
+            backward.run_backward(
+                q, k, v, dout, lse, delta, lists.by_key, dq, dk, dv, scale, sms, deterministic=self.deterministic
+            )

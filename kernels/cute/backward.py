@@ -8,31 +8,23 @@ from cutlass import Float32, Int32, cute
 from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
-from marble.kernels.cute.backward_config import BackwardConfig, Gradients, WideConfig, plan_units
+from marble.kernels.cute.backward_config import BackwardConfig, Gradients, plan_units
 from marble.kernels.cute.backward_sm90 import BackwardSm90
-from marble.kernels.cute.backward_wide_sm90 import BackwardWideSm90
+from marble.kernels.cute.backward_split_sm90 import PASSES, BackwardSplitSm90, SplitConfig
 from marble.kernels.cute.binding import ELEMENTS, Tickets, fake, fake_lists, lists_of
 from marble.kernels.cute.tickets import ordered
 from marble.kernels.cute.units import counter_of
-from marble.kernels.cute.worklist import WorkList
-
-
-def config_of(head_dim: int, deterministic: bool = False) -> BackwardConfig:
-    """The choices for a head dimension."""
-    kind = WideConfig if head_dim in WideConfig.head_dims else BackwardConfig
-    return kind(head_dim, deterministic)
+from marble.kernels.cute.worklist import WorkList, WorkLists
 
 
 @lru_cache
 def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> Any:
     """The backward kernel for every size, stride, scale and mask. Needs no GPU; compiled once per process."""
-    kind, config = ELEMENTS[dtype], config_of(head_dim, deterministic)
-    kernel = (BackwardWideSm90 if isinstance(config, WideConfig) else BackwardSm90)(kind, config)
-    sym = cute.sym_int
+    kind, sym = ELEMENTS[dtype], cute.sym_int
     queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
     return cute.compile(
-        kernel,
+        BackwardSm90(kind, BackwardConfig(head_dim, deterministic)),
         *(fake(kind, *shape) for shape in (query, key, key, query)),
         *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
         Gradients(
@@ -41,6 +33,29 @@ def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = Fa
             dv=fake(Float32, kv_heads, keys, head_dim),
         ),
         fake_lists(deterministic),
+        Int32(1),
+        Int32(1),
+        fake(Int32, 1, aligned=False),
+        Float32(1.0),
+        Int32(1),
+        make_fake_stream(),
+        options="--enable-tvm-ffi",
+    )
+
+
+@lru_cache
+def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str) -> Any:
+    """The kernel of one gradient of `PASSES`, as `compile_backward`."""
+    kind, sym = ELEMENTS[dtype], cute.sym_int
+    queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
+    query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
+    rows = (heads, queries) if gradient == "dq" else (kv_heads, keys)
+    return cute.compile(
+        BackwardSplitSm90(kind, SplitConfig(head_dim, gradient=gradient)),
+        *(fake(kind, *shape) for shape in (query, key, key, query)),
+        *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
+        fake(Float32, *rows, head_dim),
+        fake_lists(),
         Int32(1),
         Int32(1),
         fake(Int32, 1, aligned=False),
@@ -82,7 +97,7 @@ def run_backward(
         ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`).
     """
     heads, head_dim = q.shape[1:]
-    kv_heads, config = k.shape[1], config_of(head_dim, deterministic)
+    kv_heads, config = k.shape[1], BackwardConfig(head_dim, deterministic)
     items, group = work.items.shape[0] * config.key_halves, heads // kv_heads
     if deterministic:
         order = ordered(work, config.key_halves, config.halves)
@@ -95,3 +110,35 @@ def run_backward(
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
     kernel = compile_backward(q.dtype, head_dim, deterministic)
     kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, whole, few, counter, scale, grid)
+
+
+def run_passes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    work: WorkLists,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    scale: float,
+    sms: int,
+    passes: tuple[str, ...] = PASSES,
+) -> None:
+    """As `run_backward`, one gradient after the other: each row of one has one writer, so they are deterministic."""
+    heads, head_dim = q.shape[1:]
+    kv_heads = k.shape[1]
+    counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    for gradient, target in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if gradient in passes:
+            lists = work.by_query if gradient == "dq" else work.by_key
+            items = len(lists.items)
+            # Units of single query heads, or of all that a key/value head has.
+            whole, grid = (0, items * heads) if gradient == "dq" else (items, items * kv_heads)
+            kernel = compile_pass(q.dtype, head_dim, gradient)
+            kernel(
+                *(q, k, v, dout, lse, delta, target),
+                *(lists_of(lists), whole, 1, counter, scale, min(grid, sms)),
+            )

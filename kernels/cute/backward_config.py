@@ -36,6 +36,7 @@ class BackwardConfig:
         do_stages: tiles of dO in shared memory.
         ds_stages: tiles of dS in shared memory; with two, one barrier per tile orders its writers and readers.
         p_stages: tiles of P in shared memory, behind those of dS; none where P stays in registers.
+        skips: whether the halves of a partial tile that have no pairs with a unit are left out.
         math_registers: registers of a math thread.
         load_registers: registers of a thread of the load, row, mask and dQ warps.
     """
@@ -51,6 +52,7 @@ class BackwardConfig:
     do_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
     p_stages: ClassVar[int] = 0
+    skips: ClassVar[bool] = False
     math_registers: ClassVar[int] = 240
     load_registers: ClassVar[int] = 24
 
@@ -111,6 +113,7 @@ class WideConfig(BackwardConfig):
     threads: ClassVar[int] = 4 * GROUP
     q_stages: ClassVar[int] = 2
     p_stages: ClassVar[int] = 2
+    skips: ClassVar[bool] = True
     math_registers: ClassVar[int] = 192
     dq_registers: ClassVar[int] = 96
     load_registers: ClassVar[int] = 32
@@ -322,7 +325,7 @@ class Field(IntEnum):
     SKIPPED = 10
     """Key rows of the block before the unit's first."""
     TILES = 11
-    """Tiles of a query head that have pairs, if units are half a block."""
+    """Tiles of a query head that have pairs, where others are left out."""
     KEY_COUNTER = 12
     """If sums have an order, the counter that says whose turn it is to add dK and dV."""
     KEY_TICKET = 13

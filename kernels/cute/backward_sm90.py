@@ -36,7 +36,8 @@ In hardware, for a count of threads:
     dQ full[g]     group g, after its stores and a proxy fence, if tiles are interleaved behind most exponentials of the
                    next one; dQ warp. The stage may be reduced.
 
-A math warp hands a stage back after a wait for a product, where its lanes meet: all of them have read it.
+A math warp hands a stage back after a wait for a product, where its lanes meet: all of them have read it. What they
+have read into registers must have been used, because an arrival overtakes loads (`marble.kernels.cute.ordering`).
 """
 
 from functools import partial
@@ -45,7 +46,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup
 from flash_attn.cute import pipeline, utils
@@ -71,9 +72,10 @@ from marble.kernels.cute.backward_config import (
     shared_storage,
     shared_tensors,
 )
+from marble.kernels.cute.backward_sums import RegisterSums
 from marble.kernels.cute.binding import Lists, fitting
-from marble.kernels.cute.intrinsics import load_counter, math_thread, reduce_pair, store_pair
-from marble.kernels.cute.ordering import complete
+from marble.kernels.cute.intrinsics import load_counter, math_thread, store_pair
+from marble.kernels.cute.ordering import arrive_behind, complete
 from marble.kernels.cute.units import fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, FULL_TILE
 
@@ -83,7 +85,7 @@ BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY, BARRIER_KEYS = 1, 2, 4, 6
 """Hardware barriers; the last three have one for each math group. 0 is that of all threads."""
 
 
-class BackwardSm90:
+class BackwardSm90(RegisterSums):
     """The backward kernel of one input type and head dimension."""
 
     def __init__(self, dtype: type[cutlass.Numeric], config: BackwardConfig):
@@ -297,7 +299,7 @@ class BackwardSm90:
                 for i in cutlass.range_constexpr(3):
                     field = order[i] if lane == Field.KEY_COUNTER + i else field
             present = True
-            if const_expr(key_halves > 1):
+            if const_expr(self.config.skips):
                 tiles = self._count_tiles(lists, half, field)
                 field = tiles if lane == Field.TILES else field
                 present = tiles > 0
@@ -310,14 +312,19 @@ class BackwardSm90:
 
     @cute.jit
     def _count_tiles(self, lists: Lists, half: Int32, field: Int32) -> Int32:
-        """Tiles of half a key block with one query head; of partial tiles, those that have pairs."""
+        """Tiles of a unit with one query head; of partial tiles, those that have pairs."""
         first, parts, full = (cute.arch.shuffle_sync(field, which) for which in (Field.PART, Field.PARTS, Field.FULL))
         found, lane = Int32(0), cute.arch.lane_idx()
         for start in cutlass.range(0, parts, 32, unroll=1):
             if start + lane < parts:
-                quarters = lists.parts[first + start + lane, 3] >> 2 * half
-                found += (quarters & 1) + (quarters >> 1 & 1)
+                halves = self._halves_with_pairs(lists.parts[first + start + lane, 3], 2 * half)
+                found += (halves & 1) + (halves >> 1)
         return cute.arch.warp_reduction_sum(found) + full * self.config.halves
+
+    def _halves_with_pairs(self, quarters: Int32, skipped: Int32) -> Int32:
+        """Two bits: which inner halves of a partial tile have pairs with the unit's outer rows, given the bits of all
+        quarters, and how many of these are of outer rows before the unit's."""
+        return (quarters >> skipped if self.config.key_halves > 1 else quarters | quarters >> 2) & 3
 
     @cute.jit
     def _tell(self, shared: Shared, pipes: Pipes, turn: Int32, field: Int32) -> None:
@@ -394,16 +401,16 @@ class BackwardSm90:
                         place = get(field=Field.PART) + own
                         own_row, own_slot = lists.parts[place, 0], lists.parts[place, 1]
                         own_rows = lists.parts[place, 2]
-                        if const_expr(self.config.key_halves > 1):
-                            quarters = lists.parts[place, 3] >> get(field=Field.SKIPPED) // (self.tile_n // 2)
-                            own_rows |= (quarters & 3) << 30
+                        if const_expr(self.config.skips):
+                            skipped = get(field=Field.SKIPPED) // (BLOCK // 4)
+                            own_rows |= self._halves_with_pairs(lists.parts[place, 3], skipped) << 30
                     elif own < entries:
                         place = get(field=Field.RUN) + own - parts
                         own_row, own_slot = lists.runs[place, 0], Int32(FULL_TILE)
                         own_rows = lists.runs[place, 1] * BLOCK
                 row, rows, slot = (cute.arch.shuffle_sync(own, entry % 32) for own in (own_row, own_rows, own_slot))
                 first, last = Int32(0), Int32(halves)
-                if const_expr(self.config.key_halves > 1):
+                if const_expr(self.config.skips):
                     # Of a partial tile, the two highest bits say which query halves have pairs.
                     quarters = rows >> 30 & 3
                     rows &= (1 << 30) - 1
@@ -495,9 +502,20 @@ class BackwardSm90:
 
         Rows that saw no key, and rows behind the end of their block, get +inf: exp2(s - inf) is exactly 0.
         """
-        lane = cute.arch.lane_idx()
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
+        self._write_rows(lse, delta, factor, shared, tile, stage)
+        self._note(shared, tile)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
+
+    @cute.jit
+    def _write_rows(
+        self, lse: cute.Tensor, delta: cute.Tensor, factor: Float32 | float, shared: Shared, tile: Tile, stage: Int32
+    ) -> None:
+        """As `load_rows`, when the stage is free."""
+        lane = cute.arch.lane_idx()
         for part in cutlass.range(self.tile_m // 32, unroll=1):
             place = lane + 32 * part
             row_lse, row_delta = -Float32.inf, Float32(0.0)
@@ -508,10 +526,6 @@ class BackwardSm90:
             where = (number % 4, number // 4, lane % 8 // 2, stage)
             shared.lse[where] = Float32.inf if row_lse == -Float32.inf else row_lse * LOG2_E
             shared.delta[where] = row_delta * factor
-        self._note(shared, tile)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
 
     def _note(self, shared: Shared, tile: Tile) -> None:
         """What the row warp writes down of a tile, beside its rows: nothing here."""
@@ -675,10 +689,16 @@ class BackwardSm90:
         )
 
     @cute.jit
-    def _hand_back(self, barrier: cute.Pointer) -> None:
-        """This warp is done with K or V: its lanes have met at a wait for a product, so one may speak for all."""
+    def _hand_back(self, barrier: cute.Pointer, words: Any = ()) -> None:
+        """This warp is done with what it has read: its lanes have met at a wait for a product, so one may speak for
+        all. If they have asked for ``words`` of it since, these must be in registers first."""
+        if const_expr(len(words) > 0):
+            cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(barrier)
+            if const_expr(len(words) > 0):
+                arrive_behind(barrier, words)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def first_step(
@@ -873,23 +893,6 @@ class BackwardSm90:
                     even_index, odd_index = (const_expr(2 * r + 4 * (4 * box + (k ^ flip))) for flip in (0, 2))
                     x, y = (acc[odd_index + c] if odd else acc[even_index + c] for c in (0, 1))
                     store_pair(place + 4 * 32 * (box * 64 + r * 8), x * scale, y * scale)
-
-    @cute.jit
-    def _add(self, acc: cute.Tensor, target: cute.Tensor, thread: Int32, place: Any, factor: Float32 | float) -> None:
-        """Add this thread's two rows of an accumulator to a gradient, as far as they belong to the block.
-
-        ``place`` tells head, first row, rows from there to the end of the block, and first column.
-        """
-        lane = thread % 32
-        for r in cutlass.range_constexpr(2):
-            row = thread // 32 * 16 + lane // 4 + 8 * r
-            head, first, rows, column = place()
-            if row < rows:
-                offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
-                pointer = target.iterator + offset + (lane % 4 * 2 + column)
-                for j in cutlass.range_constexpr(cute.size(acc) // 4):
-                    index = const_expr(4 * j + 2 * r)
-                    reduce_pair(pointer + 8 * j, acc[index] * factor, acc[index + 1] * factor)
 
     def _keys(self, shared: Shared, turn: Int32, column: Any) -> tuple[Int32, Int32, Int32, Any]:
         """The place of a unit's keys, for `_add`."""

@@ -11,28 +11,31 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from marble.kernels.cute.backward import config_of
+from marble.kernels.cute.backward_config import BackwardConfig
+from marble.kernels.cute.backward_split_sm90 import PASSES, SplitConfig
 from marble.kernels.cute.binding import SHARED_BYTES, fitting
 from marble.kernels.cute.forward_sm90 import ForwardConfig
 
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPILE = {
-    "forward": "forward_sm90.compile_forward",
-    "backward": "backward.compile_backward",
-    "delta": "delta.compile_delta",
-    "deterministic": "backward.compile_backward",
-}
+    "forward": "forward_sm90.compile_forward({})",
+    "backward": "backward.compile_backward({})",
+    "delta": "delta.compile_delta({})",
+    "deterministic": "backward.compile_backward({}, deterministic=True)",
+} | {gradient: f"backward.compile_pass({{}}, '{gradient}')" for gradient in PASSES}
 CONFIGURATIONS = [
     (kind, dtype, dim)
     for kind, dtype, dim in product(COMPILE, ("bfloat16", "float16"), (64, 128, 256))
-    # Of what differs from another kernel by a few instructions, one type is enough to see them.
-    if dtype == "bfloat16" or kind in ("forward", "backward")
+    # A pass is for 256, where it replaces the other backward kernel. Of what differs from another kernel by a few
+    # instructions, one type is enough to see them.
+    if (kind in PASSES) <= (dim == 256) and (dim == 256) <= (kind not in ("backward", "deterministic"))
+    if dtype == "bfloat16" or kind not in ("delta", "deterministic")
 ]
 
 
 def test_few_configurations_ship() -> None:
-    assert len(CONFIGURATIONS) <= 18
+    assert len(CONFIGURATIONS) <= 21
 
 
 @pytest.mark.parametrize("bytes_over", [0, 1])
@@ -65,20 +68,29 @@ def test_impossible_choices_are_refused(wrong: dict[str, int], message: str) -> 
         ForwardConfig(**fine | wrong)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_backward_registers_are_those_of_a_multiprocessor(head_dim: int, deterministic: bool) -> None:
-    config = config_of(head_dim, deterministic)
+CONFIGS = [
+    *(BackwardConfig(head_dim, deterministic) for head_dim in (64, 128) for deterministic in (False, True)),
+    *(SplitConfig(256, gradient=each) for each in PASSES),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_backward_registers_are_those_of_a_multiprocessor(config: BackwardConfig) -> None:
     rest = config.threads // 128 - 1 - config.groups
     total = config.load_registers + config.groups * config.math_registers + rest * getattr(config, "dq_registers", 0)
     assert total <= config.threads // 128 * (64 * 1024 // config.threads // 8 * 8)
 
 
+@pytest.mark.parametrize(("wrong", "message"), [((128, "dq"), "head_dim: 128"), ((256, "do"), "gradient: 'do'")])
+def test_impossible_passes_are_refused(wrong: tuple[int, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SplitConfig(wrong[0], gradient=wrong[1])
+
+
 @pytest.mark.parametrize(("kind", "dtype", "head_dim"), CONFIGURATIONS)
 def test_compiles_without_spills(kind: str, dtype: str, head_dim: int, tmp_path: Path) -> None:
-    module, function = COMPILE[kind].split(".")
-    choices = f"torch.{dtype}, {head_dim}" + ", deterministic=True" * (kind == "deterministic")
-    code = f"import torch; from marble.kernels.cute import {module}; {module}.{function}({choices})"
+    call = COMPILE[kind].format(f"torch.{dtype}, {head_dim}")
+    code = f"import torch; from marble.kernels.cute import {call.split('.')[0]}; {call}"
     settings = {"CUTE_DSL_ARCH": "sm_90a", "CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": str(tmp_path)}
     settings |= {"FLASH_ATTENTION_ARCH": "sm_90", "FLASH_ATTENTION_NUM_SMS": "132"}
     done = subprocess.run(
