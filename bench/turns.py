@@ -136,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
     table = Table("case", *given.heads, title=f"simulated time in turns over any order, handover {given.handover}")
     for case in cases(given.workloads, [128], given.tokens):
         lists = lower(case.whole().tiles).by_key
-        order, ratios = ordered(lists, 1, 1), []
+        order, ratios = ordered(lists, 1), []
         for text in given.heads:
             own = (case.shape.heads, case.shape.kv_heads)
             heads, kv_heads = own if text == "own" else map(int, text.split(":"))

@@ -98,9 +98,9 @@ def run_backward(
     """
     heads, head_dim = q.shape[1:]
     kv_heads, config = k.shape[1], BackwardConfig(head_dim, deterministic)
-    items, group = work.items.shape[0] * config.key_halves, heads // kv_heads
+    items, group = work.items.shape[0], heads // kv_heads
     if deterministic:
-        order = ordered(work, config.key_halves, config.halves)
+        order = ordered(work, config.halves)
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
     else:

@@ -29,13 +29,12 @@ class BackwardConfig:
     Attributes:
         head_dim: 64 or 128.
         deterministic: whether sums have an order (`marble.kernels.cute.tickets`).
-        tile_n: key rows of a tile and of a unit: a whole block, or half of one.
+        tile_n: key rows of a tile and of a unit.
         groups: math warpgroups.
         threads: of a thread block.
         q_stages: tiles of Q (with log-sum-exp, delta and predicate) in shared memory.
         do_stages: tiles of dO in shared memory.
         ds_stages: tiles of dS in shared memory; with two, one barrier per tile orders its writers and readers.
-        p_stages: tiles of P in shared memory, behind those of dS; none where P stays in registers.
         skips: whether the halves of a partial tile that have no pairs with a unit are left out.
         math_registers: registers of a math thread.
         load_registers: registers of a thread of the load, row, mask and dQ warps.
@@ -45,13 +44,12 @@ class BackwardConfig:
     deterministic: bool = False
 
     head_dims: ClassVar[tuple[int, ...]] = (64, 128)
-    tile_n: ClassVar[int] = 128
+    tile_n: ClassVar[int] = BLOCK
     groups: ClassVar[int] = 2
     threads: ClassVar[int] = 3 * GROUP
     q_stages: ClassVar[int] = 3
     do_stages: ClassVar[int] = 2
     ds_stages: ClassVar[int] = 2
-    p_stages: ClassVar[int] = 0
     skips: ClassVar[bool] = False
     math_registers: ClassVar[int] = 240
     load_registers: ClassVar[int] = 24
@@ -80,11 +78,6 @@ class BackwardConfig:
         return BLOCK // self.tile_m
 
     @property
-    def key_halves(self) -> int:
-        """Units of a block of key rows."""
-        return BLOCK // self.tile_n
-
-    @property
     def columns(self) -> int:
         """Query columns of a tile that one lane class holds, in each key row."""
         return self.tile_m // 4
@@ -98,30 +91,6 @@ class BackwardConfig:
     def row_pitch(self) -> int:
         """Floats between lane classes of a log-sum-exp or delta stage, such that reads have no bank conflicts."""
         return self.columns + 4
-
-
-@dataclass(frozen=True)
-class WideConfig(BackwardConfig):
-    """The choices for head dimension 256, where dK and dV of 64 keys take half of all registers.
-
-    Attributes:
-        dq_registers: registers of a thread of the dQ group.
-    """
-
-    head_dims: ClassVar[tuple[int, ...]] = (256,)
-    tile_n: ClassVar[int] = 64
-    threads: ClassVar[int] = 4 * GROUP
-    q_stages: ClassVar[int] = 2
-    p_stages: ClassVar[int] = 2
-    skips: ClassVar[bool] = True
-    math_registers: ClassVar[int] = 192
-    dq_registers: ClassVar[int] = 96
-    load_registers: ClassVar[int] = 32
-
-    @property
-    def own_columns(self) -> int:
-        """Query columns of a tile that one thread holds, in each of its two key rows: groups divide them."""
-        return self.columns // self.groups
 
 
 @mlir_namedtuple
@@ -162,41 +131,34 @@ class Shared(NamedTuple):
     v: cute.Tensor
     dout: cute.Tensor
     ds: cute.Tensor
-    """Stages of dS, then those of P."""
     lse: cute.Tensor
     """[4, columns / 4, lane class, stage]: lane class t holds columns 8j + 2t and 8j + 2t + 1."""
     delta: cute.Tensor
     mask: cute.Tensor
-    """[tile_m / 64, thread, stage]: words of the bits of two key rows and a lane class. The two rows and the lane class
-    are those of a math thread; where groups divide the columns, those of one of each group."""
+    """[tile_m / 64, thread, stage]: words of the bits of a math thread's two key rows and lane class."""
     mask_rows: cute.Tensor
     """The same memory, [2, thread, stage]: the bits of one of the two key rows, 16 or 32."""
     partial: cute.Tensor
     """[stage]: whether the tile has a predicate."""
     units: cute.Tensor
     """[UNIT_WORDS, slot]: units of work; see `Field`."""
-    dq: cute.Tensor | None = None
+    dq: cute.Tensor
     """[64, columns, group], as TMA reads it."""
-    dq_flat: cute.Tensor | None = None
+    dq_flat: cute.Tensor
     """The same memory in address order."""
-    notes: cute.Tensor | None = None
-    """[TILE_WORDS, slot]: head, first row and rows of the last tiles, for who comes after Q is handed back."""
 
 
 def shared_layouts(config: BackwardConfig, dtype: type[cutlass.Numeric]) -> dict[str, Any]:
     """Shared-memory layouts. Every operand is read both ways, rows and transposed, from 128-byte swizzled atoms."""
     m, n, head_dim = config.tile_m, config.tile_n, config.head_dim
     make = partial(sm90_utils.make_smem_layout, dtype, LayoutEnum.ROW_MAJOR)
-    layouts = {
+    return {
         "q": make((m, head_dim), config.q_stages, major_mode_size=64),
         "dout": make((m, head_dim), config.do_stages, major_mode_size=64),
         "k": make((n, head_dim), None, major_mode_size=64),
-        "ds": make((m, n), config.ds_stages + config.p_stages, major_mode_size=64),
+        "ds": make((m, n), config.ds_stages, major_mode_size=64),
+        "dq": sm90_utils.make_smem_layout(Float32, LayoutEnum.ROW_MAJOR, (64, config.dq_columns), config.groups),
     }
-    if not isinstance(config, WideConfig):
-        dq_tile = (64, config.dq_columns)
-        layouts["dq"] = sm90_utils.make_smem_layout(Float32, LayoutEnum.ROW_MAJOR, dq_tile, config.groups)
-    return layouts
 
 
 def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts: dict[str, Any]) -> type:
@@ -206,7 +168,6 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         return cute.struct.Align[cute.struct.MemRange[kind, count], align]
 
     size = {name: cute.cosize(layout) for name, layout in layouts.items()}
-    followed = isinstance(config, WideConfig)  # by the dQ group
 
     @cute.struct
     class Storage:
@@ -214,8 +175,6 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         do_barriers: cute.struct.MemRange[Int64, config.do_stages * 2]
         kv_barriers: cute.struct.MemRange[Int64, 2]
         unit_barriers: cute.struct.MemRange[Int64, 2 * UNIT_SLOTS]
-        ds_barriers: cute.struct.MemRange[Int64, 2 * config.ds_stages * followed]
-        notes: cute.struct.MemRange[Int32, TILE_WORDS * TILE_SLOTS * followed]
         units: buffer(Int32, UNIT_WORDS * UNIT_SLOTS, 128)
         partial: cute.struct.MemRange[Int32, config.q_stages]
         lse: buffer(Float32, 4 * config.row_pitch * config.q_stages, 128)
@@ -226,7 +185,7 @@ def shared_storage(config: BackwardConfig, dtype: type[cutlass.Numeric], layouts
         v: buffer(dtype, size["k"])
         dout: buffer(dtype, size["dout"])
         ds: buffer(dtype, size["ds"])
-        dq: buffer(Float32, size.get("dq", 0))
+        dq: buffer(Float32, size["dq"])
 
     return Storage
 
@@ -241,10 +200,6 @@ def shared_tensors(config: BackwardConfig, storage: Any, layouts: dict[str, Any]
         (4, config.columns // 4, 4, config.q_stages), stride=(1, 4, config.row_pitch, 4 * config.row_pitch)
     )
     threads, half_word = 2 * config.tile_n, Uint16 if config.tile_m == 64 else Uint32
-    if "dq" in layouts:
-        swizzled["dq_flat"] = storage.dq.get_tensor(cute.make_layout(64 * config.dq_columns * config.groups))
-    if isinstance(config, WideConfig):
-        swizzled["notes"] = storage.notes.get_tensor(cute.make_layout((TILE_WORDS, TILE_SLOTS)))
     return Shared(
         **swizzled,
         lse=storage.lse.get_tensor(vector),
@@ -256,6 +211,7 @@ def shared_tensors(config: BackwardConfig, storage: Any, layouts: dict[str, Any]
         ),
         partial=storage.partial.get_tensor(cute.make_layout(config.q_stages)),
         units=storage.units.get_tensor(cute.make_layout((UNIT_WORDS, UNIT_SLOTS))),
+        dq_flat=storage.dq.get_tensor(cute.make_layout(64 * config.dq_columns * config.groups)),
     )
 
 
@@ -268,13 +224,11 @@ class Pipes(NamedTuple):
     v_empty: cute.Pointer
     unit_full: cute.Pointer
     unit_empty: cute.Pointer
-    ds_full: cute.Pointer
-    ds_empty: cute.Pointer
 
 
 @mlir_namedtuple
 class Schedule(NamedTuple):
-    """How the items of a `WorkList`, or their halves, become units: all query heads of a key/value head, or ``few`` of
+    """How the items of a `WorkList` become units: all query heads of a key/value head, or ``few`` of
     them at a time.
 
     Attributes:
@@ -322,24 +276,18 @@ class Field(IntEnum):
     """First query head."""
     HEADS = 9
     """Number of query heads; 0 in the entry that ends a thread block's work."""
-    SKIPPED = 10
-    """Key rows of the block before the unit's first."""
-    TILES = 11
+    TILES = 10
     """Tiles of a query head that have pairs, where others are left out."""
-    KEY_COUNTER = 12
+    KEY_COUNTER = 11
     """If sums have an order, the counter that says whose turn it is to add dK and dV."""
-    KEY_TICKET = 13
+    KEY_TICKET = 12
     """What it must have reached before each math group adds; −1 if no other unit adds to these rows."""
-    TICKET = 14
+    TICKET = 13
     """Where the tickets of the unit's tiles begin."""
 
 
 UNIT_WORDS, UNIT_SLOTS = 16, 4
 """Room for the fields of a unit in shared memory, and for how many units."""
-
-
-TILE_WORDS, TILE_SLOTS = 4, 4
-"""Room for the notes on a tile, and for how many tiles."""
 
 
 class Tile(NamedTuple):

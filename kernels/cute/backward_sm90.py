@@ -94,8 +94,6 @@ class BackwardSm90(RegisterSums):
         self.dtype, self.config = dtype, config
         self.tile_m, self.tile_n, self.head_dim = config.tile_m, config.tile_n, config.head_dim
         self.math_threads = config.groups * GROUP
-        self.mask_warps, self.dq_warps = 1, 0
-        """The latter multiply dQ, if it is not the math warps; otherwise one sends it to memory."""
         size = self.head_dim * dtype.width // 8
         self.query_bytes, self.key_bytes = self.tile_m * size, self.tile_n * size
 
@@ -219,24 +217,19 @@ class BackwardSm90(RegisterSums):
         """Initialise them all; behind this every thread may use them."""
         config, warps = self.config, self.math_threads // 32
         math_warps = CooperativeGroup(Agent.Thread, warps)
-        k_empty, unit_full, ds_full = (
-            barriers.data_ptr() for barriers in (storage.kv_barriers, storage.unit_barriers, storage.ds_barriers)
-        )
-        v_empty, unit_empty, ds_empty = k_empty + 1, unit_full + UNIT_SLOTS, ds_full + config.ds_stages
+        k_empty, unit_full = storage.kv_barriers.data_ptr(), storage.unit_barriers.data_ptr()
+        v_empty, unit_empty = k_empty + 1, unit_full + UNIT_SLOTS
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(k_empty, warps + self.dq_warps)
+                cute.arch.mbarrier_init(k_empty, warps)
                 cute.arch.mbarrier_init(v_empty, warps)
                 for slot in range(UNIT_SLOTS):
                     cute.arch.mbarrier_init(unit_full + slot, 1)
-                    cute.arch.mbarrier_init(unit_empty + slot, warps + max(self.dq_warps, 1) + self.mask_warps + 1)
-                for stage in range(config.ds_stages if self.dq_warps else 0):
-                    cute.arch.mbarrier_init(ds_full + stage, warps)
-                    cute.arch.mbarrier_init(ds_empty + stage, self.dq_warps)
+                    cute.arch.mbarrier_init(unit_empty + slot, warps + 3)  # row, mask and dQ warps
         pipe_q = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.q_barriers.data_ptr(),
             num_stages=config.q_stages,
-            producer_group=CooperativeGroup(Agent.Thread, 2 + self.mask_warps),  # load and row warp
+            producer_group=CooperativeGroup(Agent.Thread, 3),  # load, row and mask warp
             consumer_group=math_warps,
             tx_count=self.query_bytes,
             defer_sync=True,
@@ -249,7 +242,7 @@ class BackwardSm90(RegisterSums):
             tx_count=self.query_bytes,
             defer_sync=False,  # all threads meet here: every barrier is initialised
         )
-        return Pipes(pipe_q, pipe_dout, k_empty, v_empty, unit_full, unit_empty, ds_full, ds_empty)
+        return Pipes(pipe_q, pipe_dout, k_empty, v_empty, unit_full, unit_empty)
 
     # The walk: every role sees the same tiles in the same order ------------------------------------------------------
 
@@ -264,8 +257,8 @@ class BackwardSm90(RegisterSums):
         which is longer than the fetch takes.
         """
         ordered = const_expr(self.config.deterministic)
-        lane, key_halves = cute.arch.lane_idx(), const_expr(self.config.key_halves)
-        items, kv_heads = lists.items.shape[0] * key_halves, operands.k.shape[2]
+        lane = cute.arch.lane_idx()
+        items, kv_heads = lists.items.shape[0], operands.k.shape[2]
         group = operands.q.shape[2] // kv_heads
         pieces = group // schedule.few
         whole = schedule.whole * kv_heads
@@ -278,20 +271,14 @@ class BackwardSm90(RegisterSums):
             if unit >= whole:
                 place = whole + (unit - whole) // pieces
                 head, heads = (unit - whole) % pieces * schedule.few, schedule.few
-            index, kv_head, half = unit_at(lists, place, kv_heads, Int32(key_halves))
+            index, kv_head, _ = unit_at(lists, place, kv_heads, Int32(1))
             order = [Int32(0)] * 3
             if const_expr(ordered):
-                row = index * key_halves + half
-                order = serving.unit_tickets(lists, row, kv_head, head, heads, group, self.config.groups)
+                order = serving.unit_tickets(lists, index, kv_head, head, heads, group, self.config.groups)
             head += kv_head * group
             field = Int32(0)
             if lane < Field.KV_HEAD:
                 field = lists.items[index, lane]
-            if const_expr(key_halves > 1):
-                skipped = half * self.tile_n
-                field = field + skipped if lane == Field.KEY_ROW else field
-                field = field - skipped if lane == Field.KEY_ROWS else field
-                field = skipped if lane == Field.SKIPPED else field
             field = kv_head if lane == Field.KV_HEAD else field
             field = head if lane == Field.HEAD else field
             field = heads if lane == Field.HEADS else field
@@ -300,7 +287,7 @@ class BackwardSm90(RegisterSums):
                     field = order[i] if lane == Field.KEY_COUNTER + i else field
             present = True
             if const_expr(self.config.skips):
-                tiles = self._count_tiles(lists, half, field)
+                tiles = self._count_tiles(lists, field)
                 field = tiles if lane == Field.TILES else field
                 present = tiles > 0
             if present:
@@ -311,20 +298,20 @@ class BackwardSm90(RegisterSums):
         self._tell(shared, pipes, turn, Int32(0))
 
     @cute.jit
-    def _count_tiles(self, lists: Lists, half: Int32, field: Int32) -> Int32:
+    def _count_tiles(self, lists: Lists, field: Int32) -> Int32:
         """Tiles of a unit with one query head; of partial tiles, those that have pairs."""
         first, parts, full = (cute.arch.shuffle_sync(field, which) for which in (Field.PART, Field.PARTS, Field.FULL))
         found, lane = Int32(0), cute.arch.lane_idx()
         for start in cutlass.range(0, parts, 32, unroll=1):
             if start + lane < parts:
-                halves = self._halves_with_pairs(lists.parts[first + start + lane, 3], 2 * half)
+                halves = self._halves_with_pairs(lists.parts[first + start + lane, 3])
                 found += (halves & 1) + (halves >> 1)
         return cute.arch.warp_reduction_sum(found) + full * self.config.halves
 
-    def _halves_with_pairs(self, quarters: Int32, skipped: Int32) -> Int32:
-        """Two bits: which inner halves of a partial tile have pairs with the unit's outer rows, given the bits of all
-        quarters, and how many of these are of outer rows before the unit's."""
-        return (quarters >> skipped if self.config.key_halves > 1 else quarters | quarters >> 2) & 3
+    @staticmethod
+    def _halves_with_pairs(quarters: Int32) -> Int32:
+        """Two bits: which inner halves of a partial tile have pairs, given the bits of all quarters."""
+        return (quarters | quarters >> 2) & 3
 
     @cute.jit
     def _tell(self, shared: Shared, pipes: Pipes, turn: Int32, field: Int32) -> None:
@@ -402,8 +389,7 @@ class BackwardSm90(RegisterSums):
                         own_row, own_slot = lists.parts[place, 0], lists.parts[place, 1]
                         own_rows = lists.parts[place, 2]
                         if const_expr(self.config.skips):
-                            skipped = get(field=Field.SKIPPED) // (BLOCK // 4)
-                            own_rows |= self._halves_with_pairs(lists.parts[place, 3], skipped) << 30
+                            own_rows |= self._halves_with_pairs(lists.parts[place, 3]) << 30
                     elif own < entries:
                         place = get(field=Field.RUN) + own - parts
                         own_row, own_slot = lists.runs[place, 0], Int32(FULL_TILE)
@@ -505,7 +491,6 @@ class BackwardSm90(RegisterSums):
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
         self._write_rows(lse, delta, factor, shared, tile, stage)
-        self._note(shared, tile)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
@@ -526,9 +511,6 @@ class BackwardSm90(RegisterSums):
             where = (number % 4, number // 4, lane % 8 // 2, stage)
             shared.lse[where] = Float32.inf if row_lse == -Float32.inf else row_lse * LOG2_E
             shared.delta[where] = row_delta * factor
-
-    def _note(self, shared: Shared, tile: Tile) -> None:
-        """What the row warp writes down of a tile, beside its rows: nothing here."""
 
     # Mask warp -------------------------------------------------------------------------------------------------------
 

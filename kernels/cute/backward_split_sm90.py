@@ -164,7 +164,6 @@ class BackwardSplitSm90(BackwardSm90):
 
     def __init__(self, dtype: type[cutlass.Numeric], config: SplitConfig):
         super().__init__(dtype, config)
-        self.mask_warps = 2
         size = self.head_dim * dtype.width // 8
         self.streamed_bytes, self.kept_bytes = self.tile_m * size, self.tile_n * size
         self.piece = self.head_dim // config.y_pieces
@@ -334,7 +333,7 @@ class BackwardSplitSm90(BackwardSm90):
         if warp == 0:
             with cute.arch.elect_one():
                 for stage in range(config.q_stages):
-                    cute.arch.mbarrier_init(x_full + stage, 1 + (not config.by_query) + self.mask_warps)
+                    cute.arch.mbarrier_init(x_full + stage, 3 + (not config.by_query))
                     cute.arch.mbarrier_init(x_empty + stage, math_warps)
                 for stage in range(config.y_stages):
                     cute.arch.mbarrier_init(y_full + stage, 1)
@@ -343,7 +342,7 @@ class BackwardSplitSm90(BackwardSm90):
                     cute.arch.mbarrier_init(single + i, math_warps)
                 for slot in range(UNIT_SLOTS):
                     cute.arch.mbarrier_init(unit_full + slot, 1)
-                    cute.arch.mbarrier_init(unit_empty + slot, math_warps + 1 + self.mask_warps)
+                    cute.arch.mbarrier_init(unit_empty + slot, math_warps + 3)
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(1, 1))
         return Pipes(x_full, x_empty, y_full, y_empty, single, single + 1, single + 2, unit_full, unit_empty)

@@ -30,10 +30,10 @@ class Ordered:
     Attributes:
         lists: the list. Every tile is an entry of ``parts``, full ones too (with slot `FULL_TILE`), by inner row in
             each item; ``runs`` is empty.
-        tickets: int32 [tiles, 2], unit by unit, and for each the tiles in the order of its walk with one head: the
+        tickets: int32 [tiles, 2], item by item, and for each the tiles in the order of its walk with one head: the
             number of the query tile, and how many units add to it before this one.
-        units: int32 [items · 1 or 2, 3], an item's units: the number of the counter of its key rows; its ticket there,
-            −1 if no other item adds to any of these rows; and where its tickets begin.
+        units: int32 [items, 3]: the number of the counter of the item's key rows; its ticket there, −1 if no other item
+            adds to any of these rows; and where its tickets begin.
         numbers: how many numbers query tiles have.
         counters: how many counters key rows have.
     """
@@ -51,15 +51,14 @@ class Ordered:
         return queries.view(heads, self.numbers), keys.view(kv_heads, self.counters)
 
 
-_ordered: WeakKeyDictionary[WorkList, dict[tuple[int, int], Ordered]] = WeakKeyDictionary()
+_ordered: WeakKeyDictionary[WorkList, dict[int, Ordered]] = WeakKeyDictionary()
 
 
-def ordered(work: WorkList, key_halves: int, halves: int) -> Ordered:
+def ordered(work: WorkList, halves: int) -> Ordered:
     """A list by key block in the order of deterministic sums, on its device. Ordered once per list.
 
     Args:
         work: the list.
-        key_halves: units of a key block.
         halves: tiles of a block of query rows.
 
     Raises:
@@ -67,12 +66,12 @@ def ordered(work: WorkList, key_halves: int, halves: int) -> Ordered:
             sums for tiles, then.
     """
     known = _ordered.setdefault(work, {})
-    if (key_halves, halves) not in known:
-        known[key_halves, halves] = _order(work, key_halves, halves)
-    return known[key_halves, halves]
+    if halves not in known:
+        known[halves] = _order(work, halves)
+    return known[halves]
 
 
-def _order(work: WorkList, key_halves: int, halves: int) -> Ordered:
+def _order(work: WorkList, halves: int) -> Ordered:
     owner, entries = _entries(work)
     items, device = len(work.items), work.items.device
     place = _places(work, owner, entries[:, 0])
@@ -84,22 +83,11 @@ def _order(work: WorkList, key_halves: int, halves: int) -> Ordered:
     fields = work.items[by_place].clone()
     fields[:, 2], fields[:, 3], fields[:, 4:7] = count.cumsum(0) - count, count, 0
     lists = WorkList(fields, work.sections, entries.int(), work.runs[:0].clone(), work.ranges, work.bits)
-    # All tiles [entries, key halves, halves]; of half a key block, only those that have pairs.
-    shape = (len(entries), key_halves, halves)
-    visited = torch.ones(shape, dtype=torch.bool, device=device)
-    if key_halves > 1:
-        visited = (entries[:, 3:] >> torch.arange(4, device=device) & 1).bool().view(shape)
     first, block = _query_blocks(entries)
-    number = block.view(-1, 1, 1) * halves + torch.arange(halves, device=device)
-    unit = owner.view(-1, 1, 1) * key_halves + torch.arange(key_halves, device=device).view(-1, 1)
-    number, unit = (x.expand(shape)[visited] for x in (number, unit))
-    # Now unit by unit: each walks its entries in their order.
-    order = torch.argsort(unit, stable=True)
-    number, unit = number[order], unit[order]
+    number = (block[:, None] * halves + torch.arange(halves, device=device)).flatten()
     tickets = torch.stack([number, _counted(number)], 1)
-    tiles = torch.bincount(unit, minlength=items * key_halves)
-    keys, counters = _key_tickets(fields, tiles, key_halves)
-    units = torch.cat([keys, (tiles.cumsum(0) - tiles).unsqueeze(1)], 1)
+    keys, counters = _key_tickets(fields)
+    units = torch.cat([keys, (halves * (count.cumsum(0) - count)).unsqueeze(1)], 1)
     return Ordered(lists, tickets.int(), units.int(), len(first) * halves, counters)
 
 
@@ -162,25 +150,17 @@ def _query_blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
     return first, block
 
 
-def _key_tickets(items: Tensor, tiles: Tensor, key_halves: int) -> tuple[Tensor, int]:
-    """For each unit of items in order a counter and a ticket (`Ordered.units`), and the number of counters.
+def _key_tickets(items: Tensor) -> tuple[Tensor, int]:
+    """For each of the items a counter and a ticket (`Ordered.units`), and the number of counters.
 
-    Units whose key rows overlap share a counter, and so do those that overlap with one of them, and so on. Units
-    without ``tiles`` do not take part.
+    Items whose key rows overlap share a counter, and so do those that overlap with one of them, and so on.
     """
-    size, device = BLOCK // key_halves, items.device
-    half = torch.arange(key_halves, device=device)
-    first = (items[:, :1] + size * half).flatten()
-    rows = (items[:, 1:2] - size * half).clamp(max=size).flatten()
-    keys = torch.stack([torch.zeros_like(tiles), torch.full_like(tiles, -1)], 1)
-    (some,) = (tiles > 0).nonzero(as_tuple=True)
-    if not len(some):
-        return keys, 1
-    first, last = first[some].long(), (first + rows)[some].long()
+    if not len(items):
+        return items.new_zeros(0, 2).long(), 1
+    first, last = items[:, 0].long(), items[:, :2].long().sum(1)
     order = torch.argsort(first, stable=True)
     apart = first[order][1:] >= last[order].cummax(0).values[:-1]
     counter = torch.empty_like(order)
     counter[order] = torch.nn.functional.pad(apart.long().cumsum(0), (1, 0))
     sizes = torch.bincount(counter)
-    keys[some] = torch.stack([counter, torch.where(sizes[counter] > 1, _counted(counter), -1)], 1)
-    return keys, len(sizes)
+    return torch.stack([counter, torch.where(sizes[counter] > 1, _counted(counter), -1)], 1), len(sizes)

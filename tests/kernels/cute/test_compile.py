@@ -76,8 +76,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_backward_registers_are_those_of_a_multiprocessor(config: BackwardConfig) -> None:
-    rest = config.threads // 128 - 1 - config.groups
-    total = config.load_registers + config.groups * config.math_registers + rest * getattr(config, "dq_registers", 0)
+    total = config.load_registers + config.groups * config.math_registers
     assert total <= config.threads // 128 * (64 * 1024 // config.threads // 8 * 8)
 
 
