@@ -20,6 +20,8 @@ from marble.kernels.contract import Backend, State, Tiles, Touch, Work
 class PerStepRounding:
     """A `Backend` that makes another one round its partial results after every call."""
 
+    writes_gradients: tuple[int, ...] = ()
+
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name = f"{inner.name}, rounded per step"

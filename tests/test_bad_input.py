@@ -25,6 +25,7 @@ class Untouchable:
     """A backend that must not be reached."""
 
     name = "untouchable"
+    writes_gradients = ()
 
     def prepare(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("reached a kernel")

@@ -86,7 +86,8 @@ class Ours:
     """Marble's kernels over one call, or over several that carry state.
 
     A whole backward pass is what autograd pays for: delta, zeroing the fp32 sums, the kernels, and the gradients
-    rounded to the type of the inputs, all of which FlashAttention's backward does inside its own call too.
+    rounded to the type of the inputs, all of which FlashAttention's backward does inside its own call too. A single
+    call whose backend writes gradients writes them.
 
     Args:
         works: the calls in order, on the device of the inputs, all over the same queries.
@@ -107,8 +108,9 @@ class Ours:
         self.state = State.empty(heads, rows, head_dim, sums, device) if carried else None
         self.out = torch.empty_like(inputs.q)
         self.lse = torch.empty(heads, rows, dtype=sums, device=device)
-        self.sums = [torch.empty(x.shape, dtype=sums, device=device) for x in (inputs.q, inputs.k, inputs.v)]
         self.rounded = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+        self.adds = len(works) > 1 or head_dim not in backend.writes_gradients
+        self.sums = [torch.empty_like(x, dtype=sums) for x in self.rounded] if self.adds else self.rounded
         self.delta = torch.empty(0)
 
     def forward(self) -> None:
@@ -121,14 +123,16 @@ class Ours:
     def backward(self) -> None:
         """A whole backward pass."""
         self.delta = self.backend.delta(self.out, self.inputs.dout)
-        for total in self.sums:
-            total.zero_()
+        if self.adds:
+            for total in self.sums:
+                total.zero_()
         self.backward_kernels()
-        for rounded, total in zip(self.rounded, self.sums, strict=True):
-            rounded.copy_(total)
+        if self.adds:
+            for rounded, total in zip(self.rounded, self.sums, strict=True):
+                rounded.copy_(total)
 
     def backward_kernels(self) -> None:
-        """The backward calls alone; gradients are added to what is there."""
+        """The backward calls alone; sums are added to what is there."""
         x, (dq, dk, dv) = self.inputs, (total.transpose(0, 1) for total in self.sums)
         for work, start, stop in self.calls:
             keys = (x.k[start:stop], x.v[start:stop])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from marble.kernels.contract import State, Work
+from marble.kernels.contract import State, Varlen, Work
 from marble.kernels.cute import backward, forward_sm90
 from marble.kernels.cute.backward_split_sm90 import SplitConfig
 from marble.kernels.cute.binding import expect, readable
@@ -31,6 +31,7 @@ class CuteBackend:
     """
 
     name = "cute"
+    writes_gradients: tuple[int, ...] = SplitConfig.head_dims
 
     def __init__(self, multiprocessors: Callable[[torch.device], int], deterministic: bool | None = None) -> None:
         self.multiprocessors = multiprocessors
@@ -91,12 +92,22 @@ class CuteBackend:
             ValueError: of a deterministic call, if two of its sequences share query rows, which `Varlen` forbids.
         """
         expect(self.name, q, scale, HEAD_DIMS)
-        lists = lower(work)
+        lists, made = lower(work), [x for x in (dq, dk, dv) if x.dtype == q.dtype]
+        if made and isinstance(work, Varlen):  # whose sequences may share keys
+            sums = [torch.zeros_like(x, dtype=torch.float32) if x.dtype == q.dtype else x for x in (dq, dk, dv)]
+            self.backward(q, k, v, dout, lse, delta, work, *sums, scale=scale)
+            for x, total in zip((dq, dk, dv), sums, strict=True):
+                x.copy_(total)
+            return
+        for x in made:
+            # Rows that have no pairs are in no list. All blocks of queries are known, but not what lies between keys'.
+            if x is not dq or len(lists.by_query.items) < len(work.touch):
+                x.zero_()
         if not len(lists.by_key.items):
             return
         q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
         sms = self.multiprocessors(q.device)
-        if q.shape[2] in SplitConfig.head_dims:  # always deterministic
+        if q.shape[2] in self.writes_gradients:
             backward.run_passes(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
         else:
             backward.run_backward(

@@ -44,17 +44,17 @@ def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = Fa
 
 
 @lru_cache
-def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str) -> Any:
-    """The kernel of one gradient of `PASSES`, as `compile_backward`."""
+def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str, rounds: bool = False) -> Any:
+    """The kernel of one gradient of `PASSES`, as `compile_backward`; ``rounds``: see `SplitConfig`."""
     kind, sym = ELEMENTS[dtype], cute.sym_int
     queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
     rows = (heads, queries) if gradient == "dq" else (kv_heads, keys)
     return cute.compile(
-        BackwardSplitSm90(kind, SplitConfig(head_dim, gradient=gradient)),
+        BackwardSplitSm90(kind, SplitConfig(head_dim, gradient=gradient, rounds=rounds)),
         *(fake(kind, *shape) for shape in (query, key, key, query)),
         *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
-        fake(Float32, *rows, head_dim),
+        fake(kind if rounds else Float32, *rows, head_dim),
         fake_lists(),
         Int32(1),
         Int32(1),
@@ -125,20 +125,21 @@ def run_passes(
     dv: Tensor,
     scale: float,
     sms: int,
-    passes: tuple[str, ...] = PASSES,
 ) -> None:
-    """As `run_backward`, one gradient after the other: each row of one has one writer, so they are deterministic."""
+    """As `run_backward`, one gradient after the other: each row of one has one writer, so they are deterministic.
+
+    Of a gradient in the type of the inputs, the rows of listed blocks are written and the others left as they are; no
+    two blocks may share rows then.
+    """
     heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
     counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
-    for gradient, target in (("dq", dq), ("dk", dk), ("dv", dv)):
-        if gradient in passes:
-            lists = work.by_query if gradient == "dq" else work.by_key
-            items = len(lists.items)
-            # Units of single query heads, or of all that a key/value head has.
-            whole, grid = (0, items * heads) if gradient == "dq" else (items, items * kv_heads)
-            kernel = compile_pass(q.dtype, head_dim, gradient)
-            kernel(
-                *(q, k, v, dout, lse, delta, target),
-                *(lists_of(lists), whole, 1, counter, scale, min(grid, sms)),
-            )
+    for gradient, target in zip(PASSES, (dq, dk, dv), strict=True):
+        lists = work.by_query if gradient == "dq" else work.by_key
+        items = len(lists.items)
+        # Units of single query heads, or of all that a key/value head has.
+        whole, grid = (0, items * heads) if gradient == "dq" else (items, items * kv_heads)
+        compile_pass(q.dtype, head_dim, gradient, rounds=target.dtype == q.dtype)(
+            *(q, k, v, dout, lse, delta, target),
+            *(lists_of(lists), whole, 1, counter, scale, min(grid, sms)),
+        )

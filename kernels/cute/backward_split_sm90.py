@@ -86,10 +86,12 @@ class SplitConfig(BackwardConfig):
 
     Attributes:
         gradient: which of `PASSES`.
+        rounds: whether the gradient is written in the type of the inputs, instead of added to in float32.
         skips: as in `BackwardConfig`.
     """
 
     gradient: str = field(kw_only=True)
+    rounds: bool = field(default=False, kw_only=True)
 
     head_dims: ClassVar[tuple[int, ...]] = (256,)
     q_stages: ClassVar[int] = 2  # of x, be they queries or keys
@@ -195,7 +197,7 @@ class BackwardSplitSm90(BackwardSm90):
         """Launch on ``grid`` thread blocks, no more than there are units (see `Schedule`).
 
         Args:
-            target: the gradient to add to, float32 [heads, rows, head_dim].
+            target: the gradient [heads, rows, head_dim]: float32 to add to, or of the inputs' type to write.
             lists: by query in the pass of dQ, else by key.
         """
         layouts, load = self._layouts(), cpasync.CopyBulkTensorTileG2SOp()
@@ -505,7 +507,8 @@ class BackwardSplitSm90(BackwardSm90):
             self.last_step(tools, tile, tiles > 1)
             tile += 1
             factor = 1.0 if const_expr(self.config.weighs_scores) else self._last(scale)
-            self._add_quads(tools.acc, target, partial(self._own_rows, shared, turn), factor)
+            leave = self._write if const_expr(self.config.rounds) else self._add_quads
+            leave(tools.acc, target, partial(self._own_rows, shared, turn), factor)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)

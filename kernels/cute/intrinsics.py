@@ -37,6 +37,13 @@ def store_pair(address: Int32, x: Float32, y: Float32, *, loc: Any = None, ip: A
 
 
 @dsl_user_op
+def store_words(pointer: cute.Pointer, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """Store four neighbouring words in global memory, at an address that 16 divides."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(), *(Int32(x).ir_value(loc=loc, ip=ip) for x in words)]
+    ptx("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", operands, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def reduce_pair(pointer: cute.Pointer, x: Float32, y: Float32, *, loc: Any = None, ip: Any = None) -> None:
     """Add two neighbouring floats to global memory, at an address that 8 divides."""
     values = [value.ir_value(loc=loc, ip=ip) for value in (Float32(x), Float32(y))]

@@ -21,7 +21,7 @@ from marble.compose.plan import Plan
 from marble.compose.schedule import Schedule
 from marble.compose.shape import AttentionShape
 from marble.kernels import launch
-from marble.kernels.contract import Backend
+from marble.kernels.contract import Backend, accumulation_dtype
 from marble.layout import as_int
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -215,8 +215,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
         gradients = ctx.run.backward(*inputs, dout.contiguous())
-        # Gradients of keys and values lie where the next pass's will.
-        return *(gradient.to(x.dtype, copy=True) for gradient, x in zip(gradients, inputs[:3], strict=True)), None
+        # Sums lie where the next pass's will; a gradient that was written rounded is nobody else's.
+        copy = accumulation_dtype(inputs[0].dtype) == inputs[0].dtype
+        return *(gradient.to(x.dtype, copy=copy) for gradient, x in zip(gradients, inputs[:3], strict=True)), None
 
 
 def _check_timeout(timeout: timedelta | None) -> None:

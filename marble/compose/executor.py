@@ -31,7 +31,8 @@ class Memory:
     views are permutations. Sums and statistics are in the accumulation type.
 
     With ``reserve``, rows that move between ranks lie in the memory that it gives, and this is their
-    `marble.comm.transport.Room`. Without, every buffer is allocated.
+    `marble.comm.transport.Room`. Without, every buffer is allocated. Gradients in ``written`` are in the type of the
+    inputs, and are not cleared.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Memory:
         kv: tuple[Tensor, Tensor],
         given: dict[str, Tensor],
         reserve: Reserve | None = None,
+        written: frozenset[str] = frozenset(),
     ) -> None:
+        self.written = written
         self.buffers = declared.buffers_by_name
         self.like = like
         self.places: dict[tuple[str, bool], int] = {}
@@ -76,7 +79,8 @@ class Memory:
 
     def dtype(self, buffer: Buffer) -> torch.dtype:
         """The type of a buffer's values."""
-        return accumulation_dtype(self.like.dtype) if buffer.kind.accumulates else self.like.dtype
+        sums = buffer.kind.accumulates and buffer.name not in self.written
+        return accumulation_dtype(self.like.dtype) if sums else self.like.dtype
 
     def allocate(self, buffer: Buffer) -> Tensor:
         """A buffer's tensor: in reserved memory if whole rows of it move, of its own otherwise."""
@@ -145,8 +149,9 @@ class Memory:
         return part[:, 0], part[:, 1]
 
     def clear(self, rows: Rows) -> None:
-        """Set rows to what they are before any key has been seen."""
-        self.view(rows).fill_(float("-inf") if self.buffers[rows.buffer].kind is Kind.STATISTICS else 0)
+        """Set rows to what they are before any key has been seen, unless a call writes them all."""
+        if rows.buffer not in self.written:
+            self.view(rows).fill_(float("-inf") if self.buffers[rows.buffer].kind is Kind.STATISTICS else 0)
 
 
 def forward(
@@ -207,11 +212,12 @@ def backward(
     Shapes as in `forward`; ``dout`` is like ``out``.
 
     Returns:
-        dq, dk and dv, shaped like q, k and v, in the accumulation type. With ``reserve``, dk and dv may lie in the
-        memory that it gave.
+        dq, dk and dv, shaped like q, k and v, in the accumulation type; or rounded, where one call makes one and the
+        backend writes it. With ``reserve``, those in the accumulation type may lie in the memory that it gave.
     """
     given = {"q": q, "dout": dout, "lse": lse, "delta": backend.delta(out, dout)}
-    memory = Memory(schedule.backward, q, (k, v), given, reserve)
+    written = schedule.backward.made_at_once if q.shape[2] in backend.writes_gradients else frozenset()
+    memory = Memory(schedule.backward, q, (k, v), given, reserve, written)
 
     def perform(call: Call) -> None:
         assert call.dkv is not None

@@ -198,10 +198,30 @@ class Pass:
     @cached_property
     def handled(self) -> frozenset[str]:
         """The buffers that something else than calls reads or writes: transfers, clearing or adding."""
+        return self._passed_on | {rows.buffer for step in self.steps for rows in step.clears}
+
+    @cached_property
+    def _passed_on(self) -> frozenset[str]:
+        """The buffers that transfers move or additions concern."""
         moved = (rows for step in self.steps for move in step.transfers for rows in (move.src, move.dst))
         added = (rows for step in self.steps for add in step.adds for rows in (add.src, add.dst))
-        cleared = (rows for step in self.steps for rows in step.clears)
-        return frozenset(rows.buffer for rows in (*moved, *added, *cleared))
+        return frozenset(rows.buffer for rows in (*moved, *added))
+
+    @cached_property
+    def made_at_once(self) -> frozenset[str]:
+        """The gradients that one call alone makes: all rows that are to hold one, none of which move or are summed."""
+        written: dict[str, list[Rows]] = defaultdict(list)
+        for call in (call for step in self.steps for call in step.calls):
+            if call.dkv is not None:
+                for rows in (Rows(call.dq, 0, self.buffers_by_name[call.dq].rows), call.dkv):
+                    written[rows.buffer].append(rows)
+        cleared = [rows for step in self.steps for rows in step.clears]
+        alone = {name: rows[0] for name, rows in written.items() if len(rows) == 1 and name not in self._passed_on}
+        return frozenset(
+            name
+            for name, rows in alone.items()
+            if all(rows.start <= each.start and each.stop <= rows.stop for each in cleared if each.buffer == name)
+        )
 
     def hold(self, several: Iterable[Rows]) -> None:
         """Raise a ValueError unless all these rows, and their heads, lie in a declared buffer."""

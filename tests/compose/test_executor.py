@@ -8,6 +8,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from virtual import case_of, differences, nan_in_new_memory, random_inputs, run, truth
 
+import marble
+from marble import AttentionShape
 from marble.compose import executor
 from marble.compose.schedule import Buffer, Call, Kind, Pass, Rows, Step, Transfer
 from marble.kernels.contract import State
@@ -157,6 +159,48 @@ def test_keys_that_stay_where_they_are_are_not_copied():
         for held, part in zip(memory.pair(Rows("kv", 1, 5)), (k, v), strict=True):
             assert torch.equal(held, part[1:])
             assert (held.data_ptr() == part[1:].data_ptr()) == ((rows, step) in kept)
+
+
+class Writes(ReferenceBackend):
+    """Gradients in the type of the inputs are written, and counted."""
+
+    writes_gradients: tuple[int, ...] = (16,)
+
+    def __init__(self):
+        self.written = []
+
+    def backward(self, q, k, v, dout, lse, delta, work, *gradients, scale):
+        sums = [torch.zeros_like(x, dtype=torch.float32) if x.dtype == q.dtype else x for x in gradients]
+        super().backward(q, k, v, dout, lse, delta, work, *sums, scale=scale)
+        for x, total in zip(gradients, sums, strict=True):
+            x.copy_(total)
+        self.written.append([x.dtype == q.dtype for x in gradients])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "ulysses", "written"),
+    [
+        ("ring", 1, 1, [True, True, True]),
+        ("ring", 2, 1, [False, False, False]),
+        ("all_gather", 2, 1, [True, False, False]),
+        ("ring", 2, 2, [False, False, False]),
+    ],
+)
+def test_gradients_that_one_call_makes_are_written_rounded(schedule, ranks, ulysses, written):
+    """By a backend that can; all others are sums, and the results are the same bits."""
+    layout = Layout([[Span("causal", 20), Span("full", 9)], [Span("pad", 3)], [Span("causal", 13)]])
+    shape, results = AttentionShape(4, 2, 16), []
+    plan = marble.plan(layout, shape, ranks=ranks, ulysses=ulysses, schedule=schedule, block=8)
+    for backend in (ReferenceBackend(), writes := Writes()):
+        make = torch.Generator().manual_seed(1)
+        qkv = [torch.randn(45, h, 16, generator=make).bfloat16().requires_grad_() for h in (4, 2, 2)]
+        out = marble.attention(*qkv, plan, backend=backend)
+        out.backward(torch.randn(out.shape, generator=make).bfloat16())
+        results.append([x.grad for x in qkv])
+    assert all(map(torch.equal, *results))
+    assert all(x.isfinite().all() for x in results[0])
+    assert writes.written
+    assert all(each == written for each in writes.written)
 
 
 def test_gradients_that_do_not_move_are_dense():

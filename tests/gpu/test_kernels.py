@@ -170,6 +170,43 @@ def test_one_call(cute: Backend, call: str, head_dim: int, dtype: torch.dtype, h
         assert deviation(ours, ref) <= GATE * deviation(rounded, ref) + 1e-6, name
 
 
+@pytest.mark.parametrize("call", [*CALLS, "dense", "nothing"])
+@each_dtype
+@each_heads
+def test_gradients_that_are_written(cute: Backend, call: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """Over NaN, the bits of sums that are rounded, in rows without pairs too."""
+    if not cute.writes_gradients:
+        pytest.skip("this backend only adds")
+    (head_dim,) = cute.writes_gradients
+    if call == "dense":
+        tiles: Work = Varlen.from_cu_seqlens(
+            torch.tensor([0, 0, 300, 1001]), torch.tensor([0, 40, 40, 900]), Band.CAUSAL, BOTH
+        )
+        x = Inputs(1001, 900, heads, head_dim, dtype)
+    elif call == "nothing":
+        tiles = whole(Layout([[Span("pad", 700)]]))
+        x = Inputs(700, 700, heads, head_dim, dtype)
+    else:
+        tiles = CALLS[call]()
+        x = inputs_of(tiles, heads, head_dim, dtype)
+    work = move(tiles, "cuda")
+    exact, lse = forward(REFERENCE, x, work, torch.float64)
+    lse = lse.nan_to_num(-torch.inf, neginf=-torch.inf).float()
+    delta = cute.delta(exact.nan_to_num(0.0).to(dtype), x.dout)
+    sums = [torch.zeros_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)]
+    written = [torch.full_like(t, torch.nan) for t in sums]
+    written = [t.to(dtype) for t in written]
+    for made in (
+        sums,
+        written,
+        mixed := [sums[0].clone().zero_(), *(torch.full_like(t, torch.nan) for t in written[1:])],
+    ):
+        cute.backward(x.q, x.k, x.v, x.dout, lse, delta, work, *(t.transpose(0, 1) for t in made), scale=x.scale)
+    for total, one, other in zip(sums, written, mixed, strict=True):
+        assert torch.equal(total.to(dtype), one)
+        assert torch.equal(total.to(dtype), other.to(dtype))
+
+
 @each_dim
 @pytest.mark.parametrize("shards", [2, 3, 7])
 def test_state_carried_over_shards(cute: Backend, head_dim: int, shards: int) -> None:

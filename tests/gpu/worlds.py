@@ -47,6 +47,7 @@ class Nothing:
     """A backend that computes nothing: what is left of a layer is its transfers."""
 
     name = "nothing"
+    writes_gradients = ()
 
     def prepare(self, works: Any) -> None:
         pass
