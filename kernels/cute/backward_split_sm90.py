@@ -35,9 +35,9 @@ In shared memory, with phases (who arrives; who waits; what is then safe):
                             of a unit's first tile all of kept_y too.
     y empty                 one lane of each math warp, after the product with that piece; second load warp. It may be
                             overwritten.
-    mask empty              one lane of each math warp, when its lanes have read their bits of a tile, and whether it has
-                            any, as every tile does; mask warps. There is one place for predicates: that of the next
-                            tile may be written.
+    mask empty              one lane of each math warp, when its lanes have read their bits of a tile, and whether they
+                            count, at every tile; mask warps. There is one place for predicates: that of the next tile
+                            may be written.
     kept x, kept y empty    one lane of each math warp, after a unit's last scores, and its last other product; load
                             warps. kept_x or kept_y may be overwritten.
 """
