@@ -116,6 +116,8 @@ class StoredMask:
         """Every visited tile of the whole stored sequence once, in stretches of query blocks: key block, first query
         block and one past the last, int64 [3, stretches]. Some may be empty."""
         keys = Side(Blocks.whole(self.storage, block), None if self.ranges is None else self.ranges.key_spans)
+        if self.ranges is not None:
+            self.ranges.look_ahead()  # tiles are found by both, and orders by these stretches come first
         pairing = Pairing(self.mask, lambda: self.tracks, replace(keys, ranges=None), keys)
         left, ranged = pairing.keys.left, pairing.keys.ranges is not None
         found = [torch.stack(pairing.touched())] if ranged else []
