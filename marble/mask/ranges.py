@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -105,6 +105,9 @@ class VisibleRanges:
         self._spans = _Spans(storage) if spans is None else spans
         self._window = window
         self._ahead: Future[SpanRanges] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_ahead": None}  # a thread stays where it is
 
     def with_window(self, window: int | None) -> VisibleRanges:
         """Those of a layer with another window; what both need of the layout is found once."""

@@ -1,5 +1,6 @@
 """Visible ranges: exact where they say so, never too small, and found wherever the planner's orders have them."""
 
+import pickle
 from random import Random
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from marble.layout import Layout, Span
+from marble.mask import ranges
 from marble.mask.domains import dense
 from marble.mask.ranges import KeyRanges, QueryRanges, VisibleRanges
 from marble.mask.storage import Storage
 from marble.order.set_apart import set_apart
 from marble.testing.layouts import planned_storage, random_layout, random_storage, random_window, stored_mask
+from marble.workloads import WORKLOADS, build
 
 rngs = st.builds(Random, st.integers(0, 2**32 - 1))
 
@@ -203,3 +206,26 @@ def test_ranges_of_a_small_pack_by_hand():
     ]
     assert keys.exact.all()
     assert queries.exact.all()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", ["molmo_video", "bagel_mix"])
+def test_a_second_thread_finds_the_same(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and ranges, bit for bit; and what it is about to find does not keep a mask from being copied."""
+    layout = build(name, 4000, scale=WORKLOADS[name].demo_scale)
+    rows = torch.arange(layout.tokens)
+    found = []
+    for many in (1 << 30, 1):
+        monkeypatch.setattr(ranges, "_MANY", many)
+        mask = stored_mask(planned_storage(layout, window), window)
+        work = mask.work(128)
+        assert mask.ranges is not None
+        assert (mask.ranges._ahead is not None) == (many == 1)
+        again = pickle.loads(pickle.dumps(mask.ranges))
+        assert torch.equal(again.query_spans.table, mask.ranges.query_spans.table)
+        found.append((work, *mask.ranges.query_spans.table, *mask.ranges.key_spans.table, mask.tiles(rows, rows, 128)))
+    one, two = found
+    assert all(map(torch.equal, one[:-1], two[:-1]))
+    for side in ("by_query", "by_key"):
+        lists = (vars(getattr(each[-1], side)) for each in (one, two))
+        assert all(torch.equal(*pair) for pair in zip(*(x.values() for x in lists), strict=True))
