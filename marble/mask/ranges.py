@@ -9,10 +9,10 @@ number. A hull is a range if and only if it has as many tokens as are visible. `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -104,10 +104,11 @@ class VisibleRanges:
     def __init__(self, storage: Storage, window: int | None = None, spans: _Spans | None = None) -> None:
         self._spans = _Spans(storage) if spans is None else spans
         self._window = window
-        self._ahead: Future[SpanRanges] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ahead": None}  # a thread stays where it is
+    @property
+    def many(self) -> bool:
+        """Whether there are so many spans that a second thread is worth it."""
+        return self._spans.many
 
     def with_window(self, window: int | None) -> VisibleRanges:
         """Those of a layer with another window; what both need of the layout is found once."""
@@ -141,16 +142,6 @@ class VisibleRanges:
 
         A range that only some queries of a span have counts as not exact.
         """
-        return self._query_spans() if self._ahead is None else self._ahead.result()
-
-    def look_ahead(self) -> None:
-        """Begin to find `query_spans` on a second thread, if there are many and they are not looked for already."""
-        if self._ahead is None and self._spans.many:
-            pool = ThreadPoolExecutor(1)
-            self._ahead = pool.submit(self._query_spans)
-            pool.shutdown(wait=False)
-
-    def _query_spans(self) -> SpanRanges:
         if by_kernel(self._spans.start):
             return SpanRanges(*self._spans.neighbours.visible(self._window, keys=False))
         own = self._spans.start_stored + 1

@@ -68,7 +68,14 @@ class StoredMask:
         """
         if not 1 <= block <= MAX_BLOCK:
             raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
-        keys = self._side(cols, block, keys=True)
+        ranges = self.ranges
+        if ranges is not None and ranges.many:
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(lambda: ranges.query_spans)
+                keys = self._side(cols, block, keys=True)
+            found.result()
+        else:
+            keys = self._side(cols, block, keys=True)
         queries = self._queries(rows, keys)
         pairing = Pairing(self.mask, lambda: self.tracks, queries, keys)
         runs, parts = pairing.classify()
@@ -116,8 +123,6 @@ class StoredMask:
         """Every visited tile of the whole stored sequence once, in stretches of query blocks: key block, first query
         block and one past the last, int64 [3, stretches]. Some may be empty."""
         keys = Side(Blocks.whole(self.storage, block), None if self.ranges is None else self.ranges.key_spans)
-        if self.ranges is not None:
-            self.ranges.look_ahead()  # tiles are found by both, and orders by these stretches come first
         pairing = Pairing(self.mask, lambda: self.tracks, replace(keys, ranges=None), keys)
         left, ranged = pairing.keys.left, pairing.keys.ranges is not None
         found = [torch.stack(pairing.touched())] if ranged else []
