@@ -9,6 +9,7 @@ pair by pair.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,7 +86,9 @@ Legal = Callable[[Tensor, Tensor], Tensor]
 """The mask over some tiles: (outer blocks, inner blocks) [tiles] to bool [tiles, outer rows, inner rows]."""
 
 
-def predicates(outer: Side, inner: Side, tiles: Tensor, legal: Legal) -> tuple[Tensor, Tensor, Tensor]:
+def predicates(
+    outer: Side, inner: Side, tiles: Tensor, legal: Legal, helper: Executor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The predicates of partial tiles, and which one each tile has.
 
     Args:
@@ -93,6 +96,7 @@ def predicates(outer: Side, inner: Side, tiles: Tensor, legal: Legal) -> tuple[T
         inner: the side that their columns belong to.
         tiles: int64 [2, tiles], contiguous, the outer and the inner block of each tile.
         legal: the mask, for what has no ranges.
+        helper: a thread that may help where it is free.
 
     Returns:
         (slots [tiles], ranges [slots, block], bits [slots, block, words]) as in `marble.kernels.contract.TileList`,
@@ -109,7 +113,7 @@ def predicates(outer: Side, inner: Side, tiles: Tensor, legal: Legal) -> tuple[T
     if len(left) < count:
         straight = exact & inner.blocks.straight[inner_block]
         by_ramp = true_at(straight)
-        slots[by_ramp], found = _ramp_words(outer, inner, outer_block[by_ramp], inner_block[by_ramp])
+        slots[by_ramp], found = _ramp_words(outer, inner, outer_block[by_ramp], inner_block[by_ramp], helper)
         words.append(found)
         by_row = true_at(exact & ~straight)
         slots[by_row] = len(found) + torch.arange(len(by_row), device=slots.device)
@@ -178,7 +182,9 @@ def _codes(outer: Side, inner: Side, tile: Tensor, cell: Tensor, inner_block: Te
     return [torch.where(alone, other, one), other.masked_fill_(alone, 0)]
 
 
-def _ramp_words(outer: Side, inner: Side, outer_block: Tensor, inner_block: Tensor) -> tuple[Tensor, Tensor]:
+def _ramp_words(
+    outer: Side, inner: Side, outer_block: Tensor, inner_block: Tensor, helper: Executor | None
+) -> tuple[Tensor, Tensor]:
     """Range words of tiles from the ramps of their cells: for each tile its row, and int32 [rows, block]."""
     first, count = outer.blocks.ptr[outer_block], outer.blocks.ptr.diff()[outer_block]
     tile, cell = expand(first, first + count)
@@ -204,10 +210,20 @@ def _ramp_words(outer: Side, inner: Side, outer_block: Tensor, inner_block: Tens
     words = torch.empty(len(kept), outer.blocks.block, dtype=torch.int32, device=tile.device)
     several = codes[1] != 0 if len(codes) > 1 else torch.zeros_like(tile, dtype=torch.bool)
     wide = torch.zeros_like(first).index_add_(0, tile, several.long())[kept] > 0
-    for some, used in ((~wide, codes[:1]), (wide, codes)):
-        for chosen in true_at(some).split(_at_once(tile.device)):
-            item = expand(base[kept[chosen]], (base + count)[kept[chosen]])[1]
-            words[chosen] = _write_ramps(rows[item], [code.index_select(0, item) for code in used], outer.blocks.block)
+
+    def write(chosen: Tensor, used: list[Tensor]) -> None:
+        item = expand(base[kept[chosen]], (base + count)[kept[chosen]])[1]
+        words[chosen] = _write_ramps(rows[item], [code.index_select(0, item) for code in used], outer.blocks.block)
+
+    at_once = _at_once(tile.device)
+    jobs = [(part, used) for some, used in ((~wide, codes[:1]), (wide, codes)) for part in true_at(some).split(at_once)]
+    asked = [] if helper is None else [helper.submit(write, *job) for job in jobs]
+    # The helper begins with the first, this thread with the last.
+    for number in reversed(range(len(jobs))):
+        if helper is None or asked[number].cancel():
+            write(*jobs[number])
+        else:
+            asked[number].result()
     # The last item of a ragged block was continued over the rows that it lacks.
     length = outer.blocks.length[outer_block[kept]]
     ragged = true_at(length < outer.blocks.block)
