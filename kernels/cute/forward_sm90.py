@@ -74,6 +74,7 @@ class ForwardConfig:
         v_stages: value tiles in flight.
         pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
             next is computed.
+        late: whether a tile's exponentials run beside the product before it, and the accumulator is rescaled behind.
         load_registers: of each thread of the loading warpgroup.
         math_registers: of each thread of the computing warpgroups.
     """
@@ -84,6 +85,7 @@ class ForwardConfig:
     k_stages: int
     v_stages: int
     pieces: int
+    late: bool = False
     load_registers: int = 24
     math_registers: int = 240
 
@@ -105,7 +107,7 @@ class ForwardConfig:
 CONFIGS = {
     64: ForwardConfig(64, keys=128, q_columns=64, k_stages=4, v_stages=4, pieces=2),
     128: ForwardConfig(128, keys=128, q_columns=128, k_stages=3, v_stages=2, pieces=1),
-    256: ForwardConfig(256, keys=64, q_columns=128, k_stages=2, v_stages=2, pieces=1),
+    256: ForwardConfig(256, keys=64, q_columns=128, k_stages=2, v_stages=2, pieces=1, late=True),
 }
 
 
@@ -616,13 +618,20 @@ class ForwardSm90:
             if const_expr(piece < pieces - 1):
                 complete_all(tools.softmax.best)
         tools.softmax.lead()
-        complete_all(tools.softmax.m)
+        if const_expr(self.config.late):
+            tools.softmax.weigh(acc_S, None)
+            complete_all(acc_S)
+        else:
+            complete_all(tools.softmax.m)
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
         # one after the other as they are computed.
         warpgroup.wait_group(0)
         release(pipes.v, v_state)
         v_state.advance()
-        tools.softmax.weigh(acc_S, tools.acc_O)
+        if const_expr(self.config.late):
+            tools.softmax.catch_up(tools.acc_O)
+        else:
+            tools.softmax.weigh(acc_S, tools.acc_O)
         fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
         return k_state, v_state, bits
 

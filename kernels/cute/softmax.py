@@ -74,14 +74,15 @@ class OnlineSoftmax(ParamsBase):
             m[r] = lead
 
     @cute.jit
-    def weigh(self, scores: cute.Tensor, accumulator: cute.Tensor) -> None:
-        """Turn the tile of the last `lead` into weights, add them to ``l``, and multiply the rows of an accumulator by
-        ``decay``: without a branch around that, ptxas computes one row's maxima among the other's exponentials."""
+    def weigh(self, scores: cute.Tensor, accumulator: cutlass.Constexpr[cute.Tensor | None]) -> None:
+        """Turn the tile of the last `lead` into weights, add them to ``l``, and multiply the rows of an accumulator, if
+        it is there, by ``decay``: without a branch around that, ptxas computes one row's maxima among the other's
+        exponentials."""
         scale, m, l, decay = self.scale, self.m, self.l, self.decay  # noqa: E741
         grid = layout_utils.reshape_acc_to_mn(scores)
         columns = const_expr(cute.size(grid, mode=[1]))
-        values = layout_utils.reshape_acc_to_mn(accumulator)
-        wide = const_expr(cute.size(values, mode=[1]))
+        values = None if const_expr(accumulator is None) else layout_utils.reshape_acc_to_mn(accumulator)
+        wide = const_expr(0 if values is None else cute.size(values, mode=[1]))
         reference = [finite(m[r]) * scale for r in range(2)]
         sums = cute.make_rmem_tensor((2, _CHAINS), Float32)
         for c in cutlass.range_constexpr(columns):
@@ -95,6 +96,12 @@ class OnlineSoftmax(ParamsBase):
                     values[r, i] *= decay[r]
         for r in cutlass.range_constexpr(2):
             l[r] = l[r] * decay[r] + ((sums[r, 0] + sums[r, 1]) + (sums[r, 2] + sums[r, 3]))
+
+    @cute.jit
+    def catch_up(self, accumulator: cute.Tensor) -> None:
+        """Multiply the rows of an accumulator by ``decay``, if that changes one of this warp's."""
+        if cute.arch.vote_any_sync((self.decay[0] != 1.0) | (self.decay[1] != 1.0)):
+            scale_rows(accumulator, self.decay)
 
     @cute.jit
     def reduce(self) -> None:
