@@ -73,6 +73,7 @@ class TileList:
             blocks of a run, and its outer block, are whole.
         part_ptr: int32 [outer + 1], where each outer block's partial tiles begin.
         parts: int32 [parts, 2], (inner block, slot). A slot ≥ 0 is a row of ``ranges``, a slot < 0 is ``bits[~slot]``.
+            Every tile has a pair.
         ranges: int32 [slots, block], one word per outer row: at most two ranges of inner columns, as the bytes
             lo₀, hi₀, lo₁, hi₁ from the lowest up. Columns count from the tile's first; an empty range is (0, 0).
         bits: int32 [slots, block, ⌈block / 32⌉], one bit per pair: column c of an outer row is bit c % 32 of word

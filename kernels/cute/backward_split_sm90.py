@@ -35,8 +35,9 @@ In shared memory, with phases (who arrives; who waits; what is then safe):
                             of a unit's first tile all of kept_y too.
     y empty                 one lane of each math warp, after the product with that piece; second load warp. It may be
                             overwritten.
-    mask empty              one lane of each math warp, when its lanes have read their bits of a tile, which every tile
-                            has; mask warps. There is one place for predicates: that of the next tile may be written.
+    mask empty              one lane of each math warp, when its lanes have read their bits of a tile, and whether they
+                            count, at every tile; mask warps. There is one place for predicates: that of the next tile
+                            may be written.
     kept x, kept y empty    one lane of each math warp, after a unit's last scores, and its last other product; load
                             warps. kept_x or kept_y may be overwritten.
 """
@@ -597,9 +598,9 @@ class BackwardSplitSm90(BackwardSm90):
         cute.arch.mbarrier_wait(tools.pipes.x_full + stage, phase)
         if const_expr(not self.config.by_query):
             self._take(shared.lse, tools.rows, stage)
-        bits = shared.mask[thread]
-        self._hand_back(tools.pipes.mask_empty, [bits])
-        return bits if shared.partial[stage] != 0 else Uint32(0xFFFFFFFF)
+        bits, partial_tile = shared.mask[thread], shared.partial[stage]
+        self._hand_back(tools.pipes.mask_empty, [bits, partial_tile])
+        return bits if partial_tile != 0 else Uint32(0xFFFFFFFF)
 
     @cute.jit
     def _take(self, table: cute.Tensor, rows: cute.Tensor, stage: Int32) -> None:

@@ -632,12 +632,12 @@ class ForwardSm90:
         tools.pipes.bits.consumer_wait(state)
         row = STRIP * tools.which + masking.row_of(tools.thread)
         own = masking.own_bits(tools.shared.bits, row, tools.thread)
-        if const_expr(self.splits > 1):
-            for r in cutlass.range_constexpr(2):
-                own[r] >>= Uint32(self.config.keys // 4 * split)
         if split == self.splits - 1:
             release_read(tools.pipes.bits, state, own)
             state.advance()
+        if const_expr(self.splits > 1):
+            for r in cutlass.range_constexpr(2):
+                own[r] >>= Uint32(self.config.keys // 4 * split)
         return own, state
 
     @cute.jit

@@ -45,7 +45,9 @@ def arrive_behind(barrier: Any, words: Sequence[Int32]) -> None:
     """Arrive at a barrier in shared memory when ``words``, which this warp has asked shared memory for, are here.
 
     An arrival does not wait for loads that were issued before it. Where it lets others overwrite what they read, it
-    must not overtake them, and they can be late by a microsecond: behind another warp's loads of global memory.
+    must not overtake them, and they can be late by a microsecond: behind another warp's loads of global memory. What
+    is in registers has left shared memory, so the copy engine may write there; PTX would have a fence between proxies
+    besides, which takes longer. The lanes must have met since they asked: it is this lane's words that are looked at.
     """
     _arrive_behind(barrier, reduce(operator.and_, words))
 

@@ -112,7 +112,8 @@ def attention(
     """
     shape = _check(q, k, v, plan, layer)
     chosen = launch.backend(backend) if isinstance(backend, str) else backend
-    if not all(callable(getattr(chosen, call, None)) for call in ("prepare", "forward", "delta", "backward")):
+    calls = ("prepare", "forward", "delta", "backward")
+    if not (all(callable(getattr(chosen, call, None)) for call in calls) and hasattr(chosen, "writes_gradients")):
         raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
     _check_timeout(timeout)
     name = choose(transport, virtual=plan.rank is None)

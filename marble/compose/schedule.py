@@ -209,14 +209,18 @@ class Pass:
 
     @cached_property
     def made_at_once(self) -> frozenset[str]:
-        """The gradients that one call alone makes: all rows that are to hold one, none of which move or are summed."""
+        """The gradients that one call alone makes: all rows that are to hold one, none of which move or are summed.
+
+        Not those with room for rows that move, though on this rank none do: that room is alike on all ranks.
+        """
         written: dict[str, list[Rows]] = defaultdict(list)
         for call in (call for step in self.steps for call in step.calls):
             if call.dkv is not None:
                 for rows in (Rows(call.dq, 0, self.buffers_by_name[call.dq].rows), call.dkv):
                     written[rows.buffer].append(rows)
         cleared = [rows for step in self.steps for rows in step.clears]
-        alone = {name: rows[0] for name, rows in written.items() if len(rows) == 1 and name not in self._passed_on}
+        moving = self._passed_on | {buffer.name for buffer in self.buffers if buffer.whole or buffer.split}
+        alone = {name: rows[0] for name, rows in written.items() if len(rows) == 1 and name not in moving}
         return frozenset(
             name
             for name, rows in alone.items()

@@ -9,6 +9,7 @@ number. A hull is a range if and only if it has as many tokens as are visible. `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from marble.mask.vectors import by_kernel, running_max
 
 if TYPE_CHECKING:
     from marble.kernels.triton.spans import Neighbours
+
+_MANY = 1 << 14  # spans whose ranges are worth a second thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +104,11 @@ class VisibleRanges:
     def __init__(self, storage: Storage, window: int | None = None, spans: _Spans | None = None) -> None:
         self._spans = _Spans(storage) if spans is None else spans
         self._window = window
+
+    @property
+    def many(self) -> bool:
+        """Whether there are so many spans that a second thread is worth it."""
+        return self._spans.many
 
     def with_window(self, window: int | None) -> VisibleRanges:
         """Those of a layer with another window; what both need of the layout is found once."""
@@ -241,6 +249,11 @@ class _Spans:
         by_seg = torch.argsort(self.seg, stable=True)
         return Neighbours.of(self.storage.table.columns, self.start_stored, self.storage.apart, by_seg)
 
+    @property
+    def many(self) -> bool:
+        """Whether a second thread is worth it."""
+        return self.start.device.type == "cpu" and len(self.start) >= _MANY
+
     @cached_property
     def real(self) -> Tensor:
         """Spans that are not padding."""
@@ -300,7 +313,13 @@ class _Spans:
         place, everyone = torch.arange(len(self.seg), device=self.seg.device), torch.ones_like(self.noise)
         order = torch.stack([self.by_group, self.by_group.flip(0), place.flip(0), place, place])
         members = torch.stack([everyone, everyone, everyone, ~self.behind, self.behind & ~self.noise])
-        return self._running(members, torch.stack([self.group] * 2 + [self.ordinal] * 3), order)
+        all_of = members, torch.stack([self.group] * 2 + [self.ordinal] * 3), order
+        if not self.many:
+            return self._running(*all_of)
+        with ThreadPoolExecutor(1) as pool:
+            groups = pool.submit(self._running, *(rows[:2] for rows in all_of))
+            samples = self._running(*(rows[2:] for rows in all_of))
+        return groups.result() + samples
 
     def _running(self, members: Tensor, by: Tensor, order: Tensor) -> list[_Hull]:
         """The hulls of the members before each span among the spans with an equal ``by``.

@@ -8,8 +8,8 @@ by pair. Tests hold the paths to one answer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -68,7 +68,14 @@ class StoredMask:
         """
         if not 1 <= block <= MAX_BLOCK:
             raise ValueError(f"block: expected 1 to {MAX_BLOCK} tokens, got {block}")
-        keys = self._side(cols, block, keys=True)
+        ranges = self.ranges
+        if ranges is not None and ranges.many:
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(lambda: ranges.query_spans)
+                keys = self._side(cols, block, keys=True)
+            found.result()
+        else:
+            keys = self._side(cols, block, keys=True)
         queries = self._queries(rows, keys)
         pairing = Pairing(self.mask, lambda: self.tracks, queries, keys)
         runs, parts = pairing.classify()
@@ -77,10 +84,12 @@ class StoredMask:
         if parts.device.type == "cpu" and parts.shape[1] >= _MANY:
             with ThreadPoolExecutor(1) as pool:
                 job = pool.submit(by_key)
-                by_query = _by_query(pairing, runs, parts)
+                turned = pool.submit(_transpose, runs, keys.blocks, len(queries.blocks))
+                by_query = _by_query(pairing, turned.result, parts, pool)
             slots = job.result()
         else:
-            by_query, slots = _by_query(pairing, runs, parts), by_key()
+            turn = partial(_transpose, runs, keys.blocks, len(queries.blocks))
+            by_query, slots = _by_query(pairing, turn, parts), by_key()
         key_lists = _lists(keys.blocks.base, runs, parts, slots)
         blocks = len(queries.blocks)
         touch = torch.full((blocks,), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8, device=runs.device)
@@ -150,19 +159,21 @@ def work_of(stretches: Tensor, blocks: int) -> Tensor:
     return change.index_add_(0, first, one).index_add_(0, last, one, alpha=-1).cumsum(0)[:-1]
 
 
-def _by_query(pairing: Pairing, runs: Tensor, parts: Tensor) -> list[TileList]:
-    """Runs and parts by key block as lists by query block, one per key shard."""
+def _by_query(
+    pairing: Pairing, runs: Callable[[], Tensor], parts: Tensor, helper: Executor | None = None
+) -> list[TileList]:
+    """Parts by key block, and runs that are `_transpose`d already, as lists by query block, one per key shard; with
+    another thread's help where it is free."""
     keys, queries = pairing.keys, pairing.queries
     # By query, the outer blocks are the query blocks once per key shard.
     count = len(queries.blocks)
-    runs = _transpose(runs, keys.blocks, count)
     key, query = parts
     label = keys.blocks.shard_of.index_select(0, key) * count + query
     order = torch.argsort(label * len(keys.blocks) + key)
     tiles = take(torch.stack([label, query, key]), order)
-    slots = predicates(queries, keys, tiles[1:], pairing.legal)
+    slots = predicates(queries, keys, tiles[1:], pairing.legal, helper)
     parts = torch.stack([tiles[0], keys.blocks.place.index_select(0, tiles[2])])
-    return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs, parts, slots)
+    return _lists([number * count for number in range(len(keys.blocks.shards) + 1)], runs(), parts, slots)
 
 
 def _lists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +15,11 @@ def by_kernel(values: Tensor) -> bool:
 def running_max(values: Tensor) -> Tensor:
     """The largest value up to each place of the last dimension, for int64 [..., places] above −2⁶².
 
-    PyTorch's scan on a GPU walks along a row with 16 threads, for milliseconds over 100k places.
+    PyTorch's scan on a GPU walks along a row with 16 threads, for milliseconds over 100k places; on a CPU it finds
+    places besides, which takes three times as long as NumPy's.
     """
     if values.device.type == "cpu":
-        return values.cummax(-1).values
+        return torch.from_numpy(np.maximum.accumulate(values.numpy(), -1))
     from marble.kernels.triton.scans import running_max as by_kernel
 
     return by_kernel(values)

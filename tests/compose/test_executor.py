@@ -183,6 +183,7 @@ class Writes(ReferenceBackend):
         ("ring", 1, 1, [True, True, True]),
         ("ring", 2, 1, [False, False, False]),
         ("all_gather", 2, 1, [True, False, False]),
+        ("sparse_a2a", 2, 1, None),  # some calls of some ranks
         ("ring", 2, 2, [False, False, False]),
     ],
 )
@@ -200,7 +201,31 @@ def test_gradients_that_one_call_makes_are_written_rounded(schedule, ranks, ulys
     assert all(map(torch.equal, *results))
     assert all(x.isfinite().all() for x in results[0])
     assert writes.written
-    assert all(each == written for each in writes.written)
+    assert written is None or all(each == written for each in writes.written)
+
+
+def test_room_for_rows_that_move_is_alike_on_ranks_that_fetch_nothing():
+    """Their gradients of keys, too, lie in it as sums: it is what all ranks ask for, and the next pass's."""
+    layout = Layout([[Span("causal", 16)], [Span("causal", 13)]])
+    plan = marble.plan(
+        layout, AttentionShape(2, 2, 16), ranks=2, schedule="sparse_a2a", order="balanced_samples", block=8
+    )
+    assert sorted(plan.order.lengths) == [13, 16]
+    asked = []
+
+    def reserve(nbytes):
+        asked.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    for rank, schedule in plan.schedules[0].items():
+        declared, rows = schedule.backward, plan.order.lengths[rank]
+        assert declared.made_at_once == {"dq"}
+        q = torch.ones(rows, 2, 16, dtype=torch.bfloat16)
+        memory = executor.Memory(declared, q, (q, q), {}, reserve, declared.made_at_once)
+        assert memory.tensors["dq"].dtype == torch.bfloat16
+        assert memory.tensors["dkv"].dtype == torch.float32
+    assert len(asked) == 2
+    assert asked[0] == asked[1] > 0
 
 
 def test_gradients_that_do_not_move_are_dense():

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from marble.layout import Layout, Span
+from marble.mask import ranges
 from marble.mask.domains import dense
 from marble.mask.ranges import KeyRanges, QueryRanges, VisibleRanges
 from marble.mask.storage import Storage
 from marble.order.set_apart import set_apart
 from marble.testing.layouts import planned_storage, random_layout, random_storage, random_window, stored_mask
+from marble.workloads import WORKLOADS, build
 
 rngs = st.builds(Random, st.integers(0, 2**32 - 1))
 
@@ -203,3 +205,22 @@ def test_ranges_of_a_small_pack_by_hand():
     ]
     assert keys.exact.all()
     assert queries.exact.all()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("name", ["molmo_video", "bagel_mix"])
+def test_a_second_thread_finds_the_same(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles and ranges, bit for bit."""
+    layout = build(name, 4000, scale=WORKLOADS[name].demo_scale)
+    rows = torch.arange(layout.tokens)
+    found = []
+    for many in (1 << 30, 1):
+        monkeypatch.setattr(ranges, "_MANY", many)
+        mask = stored_mask(planned_storage(layout, window), window)
+        assert mask.ranges is not None
+        assert mask.ranges.many == (many == 1)
+        tiles = mask.tiles(rows, rows, 128)
+        spans = (mask.ranges.query_spans, mask.ranges.key_spans)
+        lists = [x for side in (tiles.by_query, tiles.by_key) for x in vars(side).values()]
+        found.append([mask.work(128), *lists, *(x for each in spans for x in (each.table, each.exact))])
+    assert all(map(torch.equal, *found))

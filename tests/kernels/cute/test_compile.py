@@ -113,5 +113,8 @@ def test_compiles_without_spills(kind: str, dtype: str, head_dim: int, tmp_path:
         assert "HGMMA" in code
         fences, products = code.count("WARPGROUP.ARRIVE"), code.count("HGMMA")
         assert fences < products / 3, "every product waits for the one before it"
+    if kind in ("forward", *PASSES):
+        # Arrivals that wait for what was read (`ordering.arrive_behind`): ptxas has not found out that they always do.
+        assert re.search(r"ISETP\.NE\.OR P\d, PT, R\d+, -0x1", code)
     # A wait for the copy engine's sums, not only for its reads; fences for counters.
     assert ("MEMBAR.ALL.GPU" in code) == (kind == "deterministic")
