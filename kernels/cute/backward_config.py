@@ -228,8 +228,7 @@ class Pipes(NamedTuple):
 
 @mlir_namedtuple
 class Schedule(NamedTuple):
-    """How the items of a `WorkList` become units: all query heads of a key/value head, or ``few`` of
-    them at a time.
+    """How the items of a `WorkList` become units: all query heads of a key/value head, or ``few`` of them at a time.
 
     Attributes:
         whole: items' worth of units that have all query heads: the first ``whole`` times the number of key/value heads.

@@ -125,7 +125,14 @@ class BackwardSm90(RegisterSums):
             cute.select(layouts["dq"], mode=[0, 1]),
             (64, self.config.dq_columns),
         )
-        made = [*self._loaded(mQ, mK, mV, mdO, layouts), reduced]
+        load, query, key = cpasync.CopyBulkTensorTileG2SOp(), (self.tile_m, self.head_dim), (self.tile_n, self.head_dim)
+        made = [
+            cpasync.make_tiled_tma_atom(
+                load, layout_utils.select(tensor, [0, 2, 1]), cute.select(layouts[name], mode=[0, 1]), tile
+            )
+            for tensor, name, tile in ((mQ, "q", query), (mK, "k", key), (mV, "k", key), (mdO, "dout", query))
+        ]
+        made.append(reduced)
         self.kernel(
             Operands(*(tensor for _, tensor in made)),
             *(atom for atom, _ in made),
@@ -137,18 +144,6 @@ class BackwardSm90(RegisterSums):
             Schedule(whole, few, counter),
             scale,
         ).launch(grid=[grid, 1, 1], block=[self.config.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
-
-    def _loaded(
-        self, mQ: cute.Tensor, mK: cute.Tensor, mV: cute.Tensor, mdO: cute.Tensor, layouts: dict[str, Any]
-    ) -> list[tuple[cute.CopyAtom, cute.Tensor]]:
-        """The TMA instructions of the inputs, and the tensors that they read."""
-        load, query, key = cpasync.CopyBulkTensorTileG2SOp(), (self.tile_m, self.head_dim), (self.tile_n, self.head_dim)
-        return [
-            cpasync.make_tiled_tma_atom(
-                load, layout_utils.select(tensor, [0, 2, 1]), cute.select(layouts[name], mode=[0, 1]), tile
-            )
-            for tensor, name, tile in ((mQ, "q", query), (mK, "k", key), (mV, "k", key), (mdO, "dout", query))
-        ]
 
     def _tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
         """S' and dP' (keys are rows); dK and dV (the first operand in registers); dQ, split by rows or by columns."""
@@ -321,9 +316,7 @@ class BackwardSm90(RegisterSums):
         lane = cute.arch.lane_idx()
         if lane < UNIT_WORDS:
             shared.units[lane, slot] = field
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.unit_full + slot)
+        self._arrive(pipes.unit_full + slot)
 
     @cute.jit
     def _await_unit(self, shared: Shared, pipes: Pipes, turn: Int32) -> Int32:
@@ -336,9 +329,14 @@ class BackwardSm90(RegisterSums):
     def _leave_unit(self, pipes: Pipes, turn: Int32) -> None:
         """This warp has read all that it needs of a unit."""
         slot, _ = self._stage(turn, UNIT_SLOTS)
+        self._arrive(pipes.unit_empty + slot)
+
+    @cute.jit
+    def _arrive(self, barrier: cute.Pointer) -> None:
+        """All lanes of this warp are here, so one speaks for them."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.unit_empty + slot)
+            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
     def _field(self, shared: Shared, turn: Int32, field: cutlass.Constexpr[Field]) -> Int32:
@@ -496,9 +494,7 @@ class BackwardSm90(RegisterSums):
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
         self._write_rows(lse, delta, factor, shared, tile, stage)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
+        self._arrive(pipes.q.sync_object_full.get_barrier(stage))
 
     @cute.jit
     def _write_rows(
@@ -528,19 +524,17 @@ class BackwardSm90(RegisterSums):
         if tile.slot != FULL_TILE:
             for part in cutlass.range(self.tile_n // 32, unroll=1):
                 row = cute.arch.lane_idx() + 32 * part
-                self._write_row(lists, shared, tile, stage, row, row)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.q.sync_object_full.get_barrier(stage))
+                self._write_row(lists, shared, tile, stage, row)
+        self._arrive(pipes.q.sync_object_full.get_barrier(stage))
 
     @cute.jit
-    def _write_row(self, lists: Lists, shared: Shared, tile: Tile, stage: Int32, row: Int32, table_row: Int32) -> None:
-        """The bits of a key row, which its block counts as ``table_row``.
+    def _write_row(self, lists: Lists, shared: Shared, tile: Tile, stage: Int32, row: Int32) -> None:
+        """The bits of a row of the unit's block.
 
         `masking.row_bits` gives 32 columns of a block in each word: half a block's columns are half a word's bits.
         """
         target = shared.mask_rows
-        bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, table_row)
+        bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, row)
         thread = row // 16 * 32 + row % 8 * 4
         for t in cutlass.range_constexpr(4):
             own = bits[t]
@@ -635,7 +629,7 @@ class BackwardSm90(RegisterSums):
                     tile += 1
                 gradient(*first(tile), tile, tiles == 1, last=True)
             tile += 1
-            place = partial(self._keys, shared, turn, 0)
+            place = partial(self._keys, shared, turn)
             if const_expr(self.config.deterministic):
                 serving.await_key_turn(lists, shared, turn, BARRIER_KEYS)
             self._add(acc_dv, dv, math_thread(), place, 1.0)
@@ -880,7 +874,7 @@ class BackwardSm90(RegisterSums):
                     x, y = (acc[odd_index + c] if odd else acc[even_index + c] for c in (0, 1))
                     store_pair(place + 4 * 32 * (box * 64 + r * 8), x * scale, y * scale)
 
-    def _keys(self, shared: Shared, turn: Int32, column: Any) -> tuple[Int32, Int32, Int32, Any]:
+    def _keys(self, shared: Shared, turn: Int32) -> tuple[Int32, ...]:
         """The place of a unit's keys, for `_add`."""
         fields = (Field.KV_HEAD, Field.KEY_ROW, Field.KEY_ROWS)
-        return *(self._field(shared, turn, field) for field in fields), column
+        return tuple(self._field(shared, turn, field) for field in fields)

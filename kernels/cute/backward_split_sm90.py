@@ -473,15 +473,8 @@ class BackwardSplitSm90(BackwardSm90):
         if tile.slot != FULL_TILE:
             for part in cutlass.range(STRIP // 32, unroll=1):
                 row = first + cute.arch.lane_idx() + 32 * part
-                self._write_row(lists, shared, tile, Int32(0), row, row)
+                self._write_row(lists, shared, tile, Int32(0), row)
         self._arrive(pipes.x_full + stage)
-
-    @cute.jit
-    def _arrive(self, barrier: cute.Pointer) -> None:
-        """This warp has written its part of a stage: all lanes, so one speaks for them."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
 
     # Math groups -----------------------------------------------------------------------------------------------------
 
@@ -749,12 +742,12 @@ class BackwardSplitSm90(BackwardSm90):
         """Weights, as the first operand of the product that adds up."""
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(weights), tools.weights)
 
-    def _own_rows(self, shared: Shared, turn: Int32) -> tuple[Int32, Int32, Int32, int]:
-        """The place of this group's outer rows, for `_add_quads`."""
+    def _own_rows(self, shared: Shared, turn: Int32) -> tuple[Int32, Int32, Int32]:
+        """The place of this group's outer rows, for `_add_quads` and `_write`."""
         head = Field.HEAD if self.config.by_query else Field.KV_HEAD
         head, row, rows = (self._field(shared, turn, field) for field in (head, Field.KEY_ROW, Field.KEY_ROWS))
         down = STRIP * (math_thread() >> 7)
-        return head, row + down, rows - down, 0
+        return head, row + down, rows - down
 
 
 @cute.jit

@@ -17,15 +17,15 @@ class RegisterSums:
     def _add(self, acc: cute.Tensor, target: cute.Tensor, thread: Int32, place: Any, factor: Float32 | float) -> None:
         """Add this thread's two rows of an accumulator to a gradient, as far as they belong to the block.
 
-        ``place`` tells head, first row, rows from there to the end of the block, and first column.
+        ``place`` tells head, first row, and rows from there to the end of the block.
         """
         lane = thread % 32
         for r in cutlass.range_constexpr(2):
             row = thread // 32 * 16 + lane // 4 + 8 * r
-            head, first, rows, column = place()
+            head, first, rows = place()
             if row < rows:
                 offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
-                pointer = target.iterator + offset + (lane % 4 * 2 + column)
+                pointer = target.iterator + offset + lane % 4 * 2
                 for j in cutlass.range_constexpr(cute.size(acc) // 4):
                     index = const_expr(4 * j + 2 * r)
                     reduce_pair(pointer + 8 * j, acc[index] * factor, acc[index + 1] * factor)
@@ -40,10 +40,10 @@ class RegisterSums:
         thread = math_thread() & (GROUP - 1)
         odd, lane, at_once = thread & 1, thread & 31, 4
         for r in cutlass.range_constexpr(2):
-            head, first, rows, column = place()
+            head, first, rows = place()
             row = (thread >> 5) * 16 + (lane >> 2) + 8 * r
             offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
-            pointer = target.iterator + offset + (column + odd * 8 + (lane >> 1 & 1) * 4)
+            pointer = target.iterator + offset + (odd * 8 + (lane >> 1 & 1) * 4)
             for start in cutlass.range_constexpr(0, cute.size(acc) // 4, 2 * at_once):
                 quads = []
                 for j in cutlass.range_constexpr(start, start + 2 * at_once, 2):
@@ -69,10 +69,10 @@ class RegisterSums:
             acc[i] = acc[i] * factor
         words = cute.recast_tensor(utils.cvt_f16(acc, target.element_type), Int32)
         for r in cutlass.range_constexpr(2):
-            head, first, rows, column = place()
+            head, first, rows = place()
             row = (thread >> 5) * 16 + (lane >> 2) + 8 * r
             offset = Int64(head) * target.stride[0] + Int64(first + row) * target.stride[1]
-            pointer = target.iterator + offset + (column + 8 * own)
+            pointer = target.iterator + offset + 8 * own
             for start in cutlass.range_constexpr(0, cute.size(acc) // 4, 4):
                 w = [words[r + 2 * (start + j)] for j in range(4)]
                 taken = [cute.arch.shuffle_sync_bfly(w[j] if odd else w[j + 1], 1) for j in (0, 2)]

@@ -194,13 +194,9 @@ def test_gradients_that_are_written(cute: Backend, call: str, dtype: torch.dtype
     lse = lse.nan_to_num(-torch.inf, neginf=-torch.inf).float()
     delta = cute.delta(exact.nan_to_num(0.0).to(dtype), x.dout)
     sums = [torch.zeros_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)]
-    written = [torch.full_like(t, torch.nan) for t in sums]
-    written = [t.to(dtype) for t in written]
-    for made in (
-        sums,
-        written,
-        mixed := [sums[0].clone().zero_(), *(torch.full_like(t, torch.nan) for t in written[1:])],
-    ):
+    written = [torch.full_like(t, torch.nan, dtype=dtype) for t in sums]
+    mixed = [torch.zeros_like(sums[0]), *(torch.full_like(t, torch.nan) for t in written[1:])]
+    for made in (sums, written, mixed):
         cute.backward(x.q, x.k, x.v, x.dout, lse, delta, work, *(t.transpose(0, 1) for t in made), scale=x.scale)
     for total, one, other in zip(sums, written, mixed, strict=True):
         assert torch.equal(total.to(dtype), one)
