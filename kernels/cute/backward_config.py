@@ -306,8 +306,9 @@ class Tile(NamedTuple):
     """Where the predicate is; `FULL_TILE` if the tile has none."""
     half: Int32
     """Which tile of its block it is."""
-    place: Int32 | None = None
-    """Where its ticket is, for who needs it."""
+    counter: Int32 | None = None
+    """The number of its counter among those of dQ, and its ticket, for who needs them."""
+    ticket: Int32 | None = None
 
 
 class Products(NamedTuple):

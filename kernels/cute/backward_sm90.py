@@ -377,6 +377,7 @@ class BackwardSm90(RegisterSums):
         get = partial(self._field, shared, turn)
         start, open_turn = number, Int32(-1)
         own_row, own_rows, own_slot = Int32(0), Int32(0), Int32(0)
+        own_number, own_ticket = Int32(0), Int32(0)
         for member in cutlass.range(get(field=Field.HEADS), unroll=1):
             entries = get(field=Field.PARTS) + get(field=Field.RUNS)
             for entry in cutlass.range(entries, unroll=1):
@@ -408,8 +409,12 @@ class BackwardSm90(RegisterSums):
                     if const_expr(end is None):
                         visit(tile)
                     else:
-                        place = get(field=Field.TICKET) + entry * halves + half
-                        open_turn = visit(tile._replace(place=place), open_turn)
+                        walked = entry * halves + half
+                        if walked % 32 == 0 and (member == 0 or halves * entries > 32):
+                            own_number, own_ticket = serving.tickets_from(lists, get(field=Field.TICKET) + walked)
+                        query, ticket = (cute.arch.shuffle_sync(x, walked % 32) for x in (own_number, own_ticket))
+                        counter = head * lists.order.served.shape[1] + query
+                        open_turn = visit(tile._replace(counter=counter, ticket=ticket), open_turn)
                     row += self.tile_m
                     rows -= self.tile_m
                     number += 1
@@ -559,18 +564,17 @@ class BackwardSm90(RegisterSums):
         both, for both turns.
         """
         groups, threads = self.config.groups, GROUP + 32
-        number, ticket = serving.tile_ticket(lists, tile.head, tile.place)
-        counter = lists.order.served.iterator + number
+        counter = lists.order.served.iterator + tile.counter
         reached = load_counter(counter)
         for group in cutlass.range_constexpr(groups):
             cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
             cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
         serving.end_copies(lists, open_turn)
-        if reached < ticket:
-            serving.await_turn(counter, ticket, reached)
+        if reached < tile.ticket:
+            serving.await_turn(counter, tile.ticket, reached)
         serving.before_copies()
         self._copy_dq(operands, atoms, shared, tile)
-        return number
+        return tile.counter
 
     @cute.jit
     def _copy_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:

@@ -34,10 +34,12 @@ def await_turn(counter: cute.Pointer, ticket: Int32, reached: Int32) -> None:
 
 
 @cute.jit
-def tile_ticket(lists: Lists, head: Int32, place: Int32) -> tuple[Int32, Int32]:
-    """The number of a tile's counter among those of dQ, and its ticket."""
-    number, ticket = lists.order.tickets[place, 0], lists.order.tickets[place, 1]
-    return head * lists.order.served.shape[1] + number, ticket
+def tickets_from(lists: Lists, place: Int32) -> tuple[Int32, Int32]:
+    """Of 32 tiles from a place on, one per lane: the number of the query tile, and the ticket."""
+    number, ticket, own = Int32(0), Int32(0), place + cute.arch.lane_idx()
+    if own < lists.order.tickets.shape[0]:
+        number, ticket = lists.order.tickets[own, 0], lists.order.tickets[own, 1]
+    return number, ticket
 
 
 @cute.jit
