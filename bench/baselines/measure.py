@@ -1,4 +1,9 @@
-"""Interleaved timing: every contender once, then all of them again, so that a drifting clock meets all alike."""
+"""Interleaved timing: every contender once, then all of them again, so that a drifting clock meets all alike.
+
+A GPU at its power limit goes on at the clock that the last call has left it: of two equal backward passes, the one
+behind a kernel that takes less power was 5 ms faster. So rounds differ in their order (Williams, Experimental designs
+balanced for the estimation of residual effects of treatments, 1949): each contender follows each other one as often.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +41,22 @@ def interleave(contenders: Mapping[str, Sequence[Run]], repeats: int, warmup: in
         idle[name] = _host_seconds(runs[0])
     clock = _device_clock if torch.cuda.is_available() else _host_clock
     taken: dict[str, list[Callable[[], float]]] = {name: [] for name in contenders}
+    names = list(contenders)
     for repeat in range(repeats):
-        for name, runs in contenders.items():
+        for name in (names[place] for place in balanced_order(len(names), repeat)):
+            runs = contenders[name]
             taken[name].append(clock(runs[repeat % len(runs)], idle[name]))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return {name: median(read() for read in reads) for name, reads in taken.items()}
+
+
+def balanced_order(count: int, turn: int) -> list[int]:
+    """The order of a round: in ``2 · count`` successive rounds every number stands equally often at every place, and
+    follows every other number equally often within them."""
+    zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+    order = [(turn + step) % count for step in zigzag]
+    return order[::-1] if turn // count % 2 else order
 
 
 def copy_bandwidth(device: torch.device, size: int = 1 << 31, repeats: int = 20) -> float:

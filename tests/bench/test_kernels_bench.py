@@ -1,7 +1,9 @@
 """The kernel bench without a GPU: what it counts, the calls that it builds, FlashAttention's lists, a tiny run."""
 
 import json
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from bench import kernels
 from bench.baselines import fa4, flex, masked, online, ordered
 from bench.baselines.bars import BARS, missed, tables
 from bench.baselines.calls import BLOCK, DENSE_CAUSAL, ONCE, Case, MaskedCall, cases, state_bytes
-from bench.baselines.measure import relative_error
+from bench.baselines.measure import balanced_order, relative_error
 from bench.baselines.settings import DENSE, FOUR, OURS, Settings
 from bench.baselines.synthetic import KINDS, uniform
 from bench.baselines.systems import Inputs, key_rows
@@ -295,6 +297,15 @@ def test_errors_see_nan_and_wrong_infinities():
     assert relative_error(x, x) == 0
     assert relative_error(torch.tensor([1.0, torch.nan, -torch.inf]), x) == float("inf")
     assert relative_error(torch.tensor([1.0, 2.0, 0.0]), x) == float("inf")
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_contenders_stand_everywhere_and_behind_each_other_equally_often(count):
+    orders = [balanced_order(count, turn) for turn in range(2 * count)]
+    places = Counter((place, each) for order in orders for place, each in enumerate(order))
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert places == {(place, each): 2 for place in range(count) for each in range(count)}
+    assert pairs == {(one, other): 2 for one in range(count) for other in range(count) if one != other}
 
 
 def test_every_experiment_runs_on_the_reference():
