@@ -100,7 +100,7 @@ def run_backward(
     kv_heads, config = k.shape[1], BackwardConfig(head_dim, deterministic)
     items, group = work.items.shape[0], heads // kv_heads
     if deterministic:
-        order = ordered(work, config.halves)
+        order = ordered(work)
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
     else:

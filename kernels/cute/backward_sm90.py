@@ -403,16 +403,16 @@ class BackwardSm90(RegisterSums):
                     row += first * self.tile_m
                     rows -= first * self.tile_m
                 last = last if slot != FULL_TILE else rows // self.tile_m
+                head, query, ticket = get(field=Field.HEAD) + member, Int32(0), Int32(0)
+                if const_expr(end is not None):
+                    if entry % 32 == 0 and (member == 0 or entries > 32):
+                        own_number, own_ticket = serving.tickets_from(lists, get(field=Field.TICKET) + entry)
+                    query, ticket = (cute.arch.shuffle_sync(own, entry % 32) for own in (own_number, own_ticket))
                 for half in cutlass.range(first, last, unroll=1):
-                    head = get(field=Field.HEAD) + member
                     tile = Tile(turn, number, number == start, head, row, rows, slot, half)
                     if const_expr(end is None):
                         visit(tile)
                     else:
-                        walked = entry * halves + half
-                        if walked % 32 == 0 and (member == 0 or halves * entries > 32):
-                            own_number, own_ticket = serving.tickets_from(lists, get(field=Field.TICKET) + walked)
-                        query, ticket = (cute.arch.shuffle_sync(x, walked % 32) for x in (own_number, own_ticket))
                         counter = head * lists.order.served.shape[1] + query
                         open_turn = visit(tile._replace(counter=counter, ticket=ticket), open_turn)
                     row += self.tile_m
@@ -558,17 +558,24 @@ class BackwardSm90(RegisterSums):
     def reduce_dq_in_turn(
         self, operands: Operands, atoms: Atoms, shared: Shared, lists: Lists, tile: Tile, open_turn: Int32
     ) -> Int32:
-        """As `reduce_dq`, when it is the tile's turn; that is left open. The last tile's turn, if open, is ended here:
-        the way to the counter and back is covered by the end of the last tile's reductions."""
+        """As `reduce_dq`, when it is the turn of the tile's block of query rows; that is left open. The last block's
+        turn, if open, is ended here.
+
+        So the way to the counter and back is covered by the end of the last block's reductions, and one fence is behind
+        both, for both turns. It takes about as long as the products of a tile, so halves of a block share a turn.
+        """
         groups, threads = self.config.groups, GROUP + 32
-        counter = lists.order.served.iterator + tile.counter
+        counter, reached = lists.order.served.iterator + tile.counter, Int32(0)
+        if tile.half == 0:
+            reached = load_counter(counter)
         for group in cutlass.range_constexpr(groups):
             cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
             cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
-        reached = load_counter(counter)
-        serving.end_copies(lists, open_turn)
-        serving.await_turn(counter, tile.ticket, reached)
-        serving.before_copies()
+        if tile.half == 0:
+            serving.end_copies(lists, open_turn)
+            if reached < tile.ticket:
+                serving.await_turn(counter, tile.ticket, reached)
+            serving.before_copies()
         self._copy_dq(operands, atoms, shared, tile)
         return tile.counter
 
