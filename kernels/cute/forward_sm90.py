@@ -49,6 +49,12 @@ OUT_ROWS = 16
 OUT_COLUMNS = 128
 """Columns of them that it writes at a time, at most."""
 
+SWIZZLED = 64
+"""Columns of a swizzled row of shared memory, 128 bytes."""
+
+REST_STAGES = 2
+"""Query tiles whose columns that do not live in registers are in shared memory."""
+
 PLACES = 3
 """Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
 
@@ -69,7 +75,7 @@ class ForwardConfig:
     Attributes:
         head_dim: 64, 128 or 256.
         keys: a tile of the lists is computed in tiles of so many keys, 128 or 64.
-        q_columns: columns of the query tile that live in registers; the others stay in shared memory.
+        q_columns: columns of the query tile that live in registers; the rest stays in shared memory.
         k_stages: key tiles in flight.
         v_stages: value tiles in flight.
         pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
@@ -96,8 +102,8 @@ class ForwardConfig:
             raise ValueError(f"keys: a tile of the lists has 128 or 2 × 64, got {self.keys}")
         if self.q_columns < self.head_dim and self.keys == BLOCK:
             raise ValueError("keys: a query tile that stays in shared memory takes two or more key tiles, so halves")
-        if self.q_columns not in range(64, self.head_dim + 1, 64):
-            raise ValueError(f"q_columns: whole swizzle atoms of 64, at most {self.head_dim}, got {self.q_columns}")
+        if self.q_columns not in (self.head_dim, self.head_dim - OUT_COLUMNS):
+            raise ValueError(f"q_columns: all, or all but {OUT_COLUMNS} of {self.head_dim}, got {self.q_columns}")
         if self.load_registers + 2 * self.math_registers > 504:
             raise ValueError(
                 "registers: the kernel begins with 168 for each thread, 504 for three threads of the warpgroups"
@@ -120,12 +126,14 @@ class Carried(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Views of shared memory. ``bits`` holds the predicate of a partial tile, ``unit`` the fields of the last units, in
-    turn."""
+    """Views of shared memory. Outputs pass through ``out`` [rows, columns written at a time, stage], which is the place
+    of the ``rest`` of their query tile, if it has one. ``bits`` holds the predicate of a partial tile, ``unit`` the
+    fields of the last units, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
+    rest: cute.Tensor | None
     out: cute.Tensor
     bits: cute.Tensor
     unit: cute.Tensor
@@ -136,16 +144,18 @@ class Pipes(NamedTuple):
 
     ``unit``: the dealing warp waits until the computing and the mask warps have done with a unit, then puts another in
     its place; the loading and the mask warps wait for that. A unit without tiles says stop.
-    ``q``, ``k``, ``v``: the dealing (``q``) or loading warp waits until all eight computing warps have released a
-    stage, then fills it; they wait until its bytes have arrived. A key stage is released when its scores are complete,
-    a query tile when it has been read into registers, or else with its unit's last key stage. Every unit comes with its
-    query tile, except the one that says stop.
+    ``q``, ``rest``, ``k``, ``v``: the dealing warp (of a query tile what will live in registers, and the rest) or the
+    loading warp waits until all eight computing warps have released a stage, then fills it; they wait until its bytes
+    have arrived. A key stage is released when its scores are complete, a query tile when it has been read into
+    registers, and the rest of it when the unit's output, which passes through its place, has been read from there.
+    Every unit comes with its query tile, except the one that says stop.
     ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
     """
 
     unit: pipeline.PipelineAsync
     bits: pipeline.PipelineAsync
     q: fa_pipeline.PipelineTmaAsync
+    rest: fa_pipeline.PipelineTmaAsync | None
     k: fa_pipeline.PipelineTmaAsync
     v: fa_pipeline.PipelineTmaAsync
 
@@ -182,13 +192,11 @@ class ForwardSm90:
             ctas: thread blocks, at most one per multiprocessor.
         """
         k_stages, v_stages = self.config.k_stages, self.config.v_stages
-        query_tile, key_tile = (BLOCK, self.head_dim), (self.config.keys, self.head_dim)
-        written = (OUT_ROWS, self.out_columns)
-        layout_q = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, query_tile)
-        layout_k, layout_v = (
-            sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, key_tile, n) for n in (k_stages, v_stages)
-        )
-        layout_o = sm90_utils.make_smem_layout(self.dtype, LayoutEnum.ROW_MAJOR, written, BLOCK // OUT_ROWS)
+        query_tile, out_tile = ((BLOCK, columns) for columns in (self.config.q_columns, self.out_columns))
+        key_tile, written = (self.config.keys, self.head_dim), (OUT_ROWS, SWIZZLED)
+        layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
+        layout_q, layout_k, layout_v = layout(query_tile), layout(key_tile, k_stages), layout(key_tile, v_stages)
+        layout_out = layout(out_tile, 1 if self.whole_q else REST_STAGES)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -196,10 +204,10 @@ class ForwardSm90:
         atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, query_tile)
         atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, key_tile)
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, key_tile)
-        atom_o, tma_o = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mO, cute.select(layout_o, mode=[0, 1]), written
-        )
-        # The second for the columns of the query tile in shared memory.
+        # For the rest of a query tile, if it has one.
+        atom_rest, tma_rest = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_out, mode=[0, 1]), out_tile)
+        atom_o, tma_o = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout(written), written)
+        # The second for the rest of the query tile.
         mma_qk, mma_qk_shared = (
             sm90_utils.make_tiled_mma(
                 self.dtype, "K", "K", self.config.keys // self.config.pieces, source, atom_layout_mnk=(1, 1, 1)
@@ -214,7 +222,7 @@ class ForwardSm90:
 
         q_struct, k_struct, v_struct, out_struct = (
             cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(x)], 1024]
-            for x in (layout_q, layout_k, layout_v, layout_o)
+            for x in (layout_q, layout_k, layout_v, layout_out)
         )
 
         @cute.struct
@@ -222,6 +230,7 @@ class ForwardSm90:
             unit_bars: cute.struct.MemRange[Int64, 2 * PLACES]
             bits_bars: cute.struct.MemRange[Int64, 2]
             q_bars: cute.struct.MemRange[Int64, 2]
+            rest_bars: cute.struct.MemRange[Int64, 2 * REST_STAGES]
             k_bars: cute.struct.MemRange[Int64, 2 * k_stages]
             v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
@@ -232,15 +241,15 @@ class ForwardSm90:
             v: v_struct
 
         self.kernel(
-            (tma_q, tma_k, tma_v, tma_o),
-            (atom_q, atom_k, atom_v, atom_o),
+            (tma_q, tma_k, tma_v, tma_rest, tma_o),
+            (atom_q, atom_k, atom_v, atom_rest, atom_o),
             mO,
             mLSE,
             carried,
             lists,
             counter,
             scale_log2,
-            (layout_q, layout_k, layout_v, layout_o),
+            (layout_q, layout_k, layout_v, layout_out),
             (mma_qk, mma_qk_shared, mma_pv, mma_out),
             fitting(Storage),
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
@@ -250,17 +259,19 @@ class ForwardSm90:
         self, tmas, atoms, mO, mLSE, carried, lists, counter, scale_log2, layouts, mmas, Storage: cutlass.Constexpr
     ):
         """One thread block: a dealing warp, a loading warp and two computing warpgroups."""
-        layout_q, layout_k, layout_v, layout_o = layouts
+        layout_q, layout_k, layout_v, layout_out = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        out = storage.out.get_tensor(layout_out.outer, swizzle=layout_out.inner)
         shared = Shared(
             storage.q.get_tensor(layout_q.outer, swizzle=layout_q.inner),
             storage.k.get_tensor(layout_k.outer, swizzle=layout_k.inner),
             storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
-            storage.out.get_tensor(layout_o.outer, swizzle=layout_o.inner),
+            None if self.whole_q else out,
+            out,
             storage.bits.get_tensor(cute.make_layout((4, BLOCK))),
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
         )
@@ -274,8 +285,15 @@ class ForwardSm90:
             consumer_group=computing_warps,
             defer_sync=True,
         )
-        query_bytes = cute.size_in_bytes(self.dtype, layout_q)
-        keys_bytes = cute.size_in_bytes(self.dtype, cute.select(layout_k, mode=[0, 1]))
+        bytes_of = partial(cute.size_in_bytes, self.dtype)
+        keys_bytes = bytes_of(cute.select(layout_k, mode=[0, 1]))
+        pipe_rest = None
+        if const_expr(not self.whole_q):
+            pipe_rest = tiles(
+                barrier_storage=storage.rest_bars.data_ptr(),
+                num_stages=REST_STAGES,
+                tx_count=bytes_of(cute.select(layout_out, mode=[0, 1])),
+            )
         pipes = Pipes(
             words(
                 barrier_storage=storage.unit_bars.data_ptr(),
@@ -289,7 +307,8 @@ class ForwardSm90:
                 producer_group=masking_warps,
                 consumer_group=computing_warps,
             ),
-            tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1, tx_count=query_bytes),
+            tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1, tx_count=bytes_of(layout_q)),
+            pipe_rest,
             tiles(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.k_stages, tx_count=keys_bytes),
             tiles(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.v_stages, tx_count=keys_bytes),
         )
@@ -306,7 +325,7 @@ class ForwardSm90:
                 self.mask(shared, pipes, lists, warp - 2)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, scale_log2)
+            self.compute(mmas, shared, pipes, (atoms[4], tmas[4], mO), mLSE, carried, scale_log2)
 
     # The dealing warp
 
@@ -319,6 +338,7 @@ class ForwardSm90:
         units = lists.items.shape[0] * heads
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        rest_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, REST_STAGES)
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
             item, kv_head, member = unit_at(lists, number, kv_heads, group)
@@ -332,9 +352,14 @@ class ForwardSm90:
             state.advance()
             row, rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, TOUCH))
             pipes.q.producer_acquire(q_state)
-            tile = self.tile_at(tmas[0][None, None, head], row, BLOCK)
+            tile = tile_at(tmas[0][None, None, head], row, 0, (BLOCK, self.config.q_columns))
             load, _, _ = copy_utils.tma_get_copy_fn(atoms[0], 0, cute.make_layout(1), tile, shared.q, single_stage=True)
             load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+            if const_expr(not self.whole_q):
+                pipes.rest.producer_acquire(rest_state)
+                tile = tile_at(tmas[3][None, None, head], row, self.config.q_columns, (BLOCK, self.out_columns))
+                self.load_tile(atoms[3], tile, shared.rest, pipes.rest, rest_state)
+                rest_state.advance()
             if touch & int(Touch.FIRST) == 0:
                 with cute.arch.elect_one():
                     prefetch(fa_utils.elem_pointer(acc, (head, row, 0)), rows * self.head_dim * 4)
@@ -368,8 +393,8 @@ class ForwardSm90:
         run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
             tma_k, tma_v = (t[None, None, kv_head] for t in tmas[1:3])
-            load_k = partial(self.load_tile, atoms[1], tma_k, shared.k, pipes.k)
-            load_v = partial(self.load_tile, atoms[2], tma_v, shared.v, pipes.v)
+            load_k = partial(self.load_rows, atoms[1], tma_k, shared.k, pipes.k)
+            load_v = partial(self.load_rows, atoms[2], tma_v, shared.v, pipes.v)
             previous = Int32(-1)
             for i in cutlass.range(parts, unroll=1):
                 if i > 0 and i % 32 == 0:
@@ -416,14 +441,15 @@ class ForwardSm90:
         return row, tiles
 
     @cute.jit
-    def load_tile(self, atom, tma, smem, pipe, row, state):
+    def load_rows(self, atom, tma, smem, pipe, row, state):
         """Start the load of keys or values from ``row`` into a stage."""
+        self.load_tile(atom, tile_at(tma, row, 0, (self.config.keys, self.head_dim)), smem, pipe, state)
+
+    @cute.jit
+    def load_tile(self, atom, tile, smem, pipe, state):
+        """Start the load of a tile into a stage."""
         s, g = cpasync.tma_partition(
-            atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(smem, 0, 2),
-            cute.group_modes(self.tile_at(tma, row, self.config.keys), 0, 2),
+            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2)
         )
         cute.copy(atom, g, s[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
 
@@ -446,10 +472,6 @@ class ForwardSm90:
             load_v(row, state)
             state.advance()
         return state
-
-    def tile_at(self, tensor, row, rows):
-        """[rows, d] from ``row`` of [all rows, d]."""
-        return cute.local_tile(cute.domain_offset((row, 0), tensor), (rows, self.head_dim), (0, 0))
 
     # The mask warps
 
@@ -490,16 +512,15 @@ class ForwardSm90:
         which = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         wg_qk, wg_shared, wg_pv = (mma.get_slice(0) for mma in mmas[:3])
-        own_q = cute.local_tile(shared.q, (STRIP, self.head_dim), (which, 0))
         keys = self.config.keys
-        kept_q = cute.local_tile(own_q, (STRIP, self.config.q_columns), (0, 0))
         _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(
             wg_qk, (STRIP, keys, self.config.q_columns), None, shared.k
         )
         products = [(mma_qk, fragment_q, k) for k in range(self.config.q_columns // 16)]
         if const_expr(not self.whole_q):
-            shared_q = wg_shared.make_fragment_A(wg_shared.partition_A(own_q))
-            products += [(mma_qk_shared, shared_q, k) for k in range(len(products), self.head_dim // 16)]
+            own_rest = cute.local_tile(shared.rest, (STRIP, self.out_columns, REST_STAGES), (which, 0, 0))
+            fragment_rest = wg_shared.make_fragment_A(wg_shared.partition_A(own_rest))
+            products += [(mma_qk_shared, fragment_rest, k) for k in range(self.out_columns // 16)]
         acc_O, fragment_p, fragment_v = sm90_utils.partition_fragment_ABC(
             wg_pv, (STRIP, self.head_dim, keys), None, layout_utils.transpose_view(shared.v)
         )
@@ -517,7 +538,6 @@ class ForwardSm90:
             pipes=pipes,
             thread=thread,
             which=which,
-            kept_q=kept_q,
         )
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((STRIP, keys)), Float32)
         scores = partial(start_scores, acc_S, products, fragment_k)
@@ -525,16 +545,18 @@ class ForwardSm90:
         step = partial(self.step, scores, weigh, tools, acc_S)
 
         state_of = partial(pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer)
-        unit, bits, q_state = state_of(PLACES), state_of(1), state_of(1)
+        unit, bits, q_state, rest_state = state_of(PLACES), state_of(1), state_of(1), state_of(REST_STAGES)
         k_state, v_state = state_of(self.config.k_stages), state_of(self.config.v_stages)
         pipes.q.consumer_wait(q_state)
         self.take_query(tools)
-        if const_expr(self.whole_q):
-            q_state = self.leave_query(tools, q_state)
+        q_state = self.leave_query(tools, q_state)
+        if const_expr(not self.whole_q):
+            pipes.rest.consumer_wait(rest_state)
         pipes.k.consumer_wait(k_state)
-        scores(k_state.index)
+        scores(k_state.index, rest_state.index)
         warpgroup.wait_group(0)
         begun = self.take_state(tools, carried, unit.index)
+        written, written_rest = Boolean(False), rest_state.clone()
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
             release(pipes.k, k_state)
@@ -546,45 +568,43 @@ class ForwardSm90:
             softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
-            leave = None if const_expr(self.whole_q) else partial(release, pipes.q, q_state)
+            if const_expr(not self.whole_q):  # noqa: SIM102 (known to the compiler, unlike the other)
+                if written:
+                    self.leave_rest(pipes, written_rest)
             for i in cutlass.range(1, self.splits * parts, unroll=1):
-                left = self.splits * (parts + full) - 1 - i
-                k_state, v_state, bits = step(k_state, v_state, bits, i % self.splits, begun, left, leave, masked=True)
+                split = i % self.splits
+                k_state, v_state, bits = step(k_state, v_state, rest_state, bits, split, begun, masked=True)
                 begun = Boolean(True)
             steps = self.splits * full - (1 if parts == 0 else 0)
-            for i in cutlass.range(steps, unroll=1):
-                left = steps - 1 - i
-                k_state, v_state, bits = step(k_state, v_state, bits, Int32(0), begun, left, leave, masked=False)
+            for _ in cutlass.range(steps, unroll=1):
+                k_state, v_state, bits = step(k_state, v_state, rest_state, bits, Int32(0), begun, masked=False)
                 begun = Boolean(True)
 
-            if const_expr(self.whole_q):
-                pipes.q.consumer_wait(q_state)
-                self.take_query(tools)
+            pipes.q.consumer_wait(q_state)
+            self.take_query(tools)
             pipes.v.consumer_wait(v_state)
             weigh(v_state.index, begun)
-            if const_expr(self.whole_q):
-                q_state = self.leave_query(tools, q_state)
-            else:
-                q_state.advance()
+            q_state = self.leave_query(tools, q_state)
+            written, written_rest = Boolean(True), rest_state.clone()
+            rest_state.advance()
             self.leave_statistics(tools, carried, mLSE, unit.index)
             done = unit.clone()
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
             if parts + full > 0:
                 if const_expr(not self.whole_q):
-                    pipes.q.consumer_wait(q_state)
-                    self.take_query(tools)
+                    pipes.rest.consumer_wait(rest_state)
                 pipes.k.consumer_wait(k_state)
-                scores(k_state.index)
+                scores(k_state.index, rest_state.index)
                 warpgroup.wait_group(self.config.pieces)
                 release(pipes.v, v_state)
-                self.leave_accumulator(tools, carried, output, done.index)
+                self.leave_accumulator(tools, carried, output, done.index, written_rest.index)
                 begun = self.take_state(tools, carried, unit.index)
                 warpgroup.wait_group(0)
             else:
                 warpgroup.wait_group(0)
                 release(pipes.v, v_state)
-                self.leave_accumulator(tools, carried, output, done.index)
+                self.leave_accumulator(tools, carried, output, done.index, written_rest.index)
             v_state.advance()
             cute.arch.sync_warp()
             release(pipes.unit, done)
@@ -592,13 +612,13 @@ class ForwardSm90:
 
     @cute.jit
     def step(
-        self, scores, weigh, tools, acc_S, k_state, v_state, bits, split, begun, left, leave, masked: cutlass.Constexpr
+        self, scores, weigh, tools, acc_S, k_state, v_state, rest_state, bits, split, begun, masked: cutlass.Constexpr
     ):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
-        if it has not ``begun``. If no tiles are ``left`` and the query tile is still in shared memory, ``leave`` it."""
+        if it has not ``begun``."""
         pipes = tools.pipes
         pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
-        scores(k_state.index)
+        scores(k_state.index, rest_state.index)
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
@@ -609,9 +629,6 @@ class ForwardSm90:
             if const_expr(piece == pieces - 1):
                 release(pipes.k, k_state)
                 k_state.advance()
-                if const_expr(leave is not None):  # noqa: SIM102 (known to the compiler, unlike the other)
-                    if left == 0:
-                        leave()
             if const_expr(masked):
                 masking.apply(acc_S, own, piece, pieces)
             tools.softmax.compare(acc_S, piece, pieces)
@@ -651,13 +668,14 @@ class ForwardSm90:
 
     @cute.jit
     def take_query(self, tools):
-        """The query tile, or what is kept of it, from shared memory to registers."""
+        """What is kept of the query tile, from shared memory to registers."""
         copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), tools.mma_qk)
-        cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(tools.kept_q), copy.retile(tools.fragment_q))
+        own = cute.local_tile(tools.shared.q, (STRIP, self.config.q_columns), (tools.which, 0))
+        cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(own), copy.retile(tools.fragment_q))
 
     @cute.jit
     def leave_query(self, tools, state):
-        """The query tile is in registers, all of it, and its stage is free for the next unit's."""
+        """What is kept of the query tile is in registers, and its stage is free for the next unit's."""
         release_read(tools.pipes.q, state, tools.fragment_q)
         state.advance()
         return state
@@ -713,13 +731,13 @@ class ForwardSm90:
             store_if(Int32(wanted), fa_utils.elem_pointer(target, (head, row + local + 8 * r)), values[r])
 
     @cute.jit
-    def leave_accumulator(self, tools, carried, output, place):
+    def leave_accumulator(self, tools, carried, output, place, stage):
         """Write the output, or the accumulator as it is. A thread owns two rows of it, and in each of them pairs of
         neighbouring columns."""
         head, row, rows, touch = self.own_strip(tools, place)
         if touch & int(Touch.LAST) != 0:
             scale_rows(tools.acc_O, tools.norm)
-            self.write_output(tools, output, head, row, rows)
+            self.write_output(tools, output, stage, head, row, rows)
         else:
             thread = afresh(tools.thread)
             gmem = self.own_elements(carried.acc[head, None, None], row, tools.mma_pv, thread)
@@ -729,16 +747,17 @@ class ForwardSm90:
                     cute.copy(pair, tools.acc_O[(None, r, None), 0, 0], gmem[(None, r, None), 0, 0])
 
     @cute.jit
-    def write_output(self, tools, output, head, row, rows):
-        """Each warp passes its own rows through shared memory; they leave by TMA, or row by row if some of them do
-        not belong to the block."""
+    def write_output(self, tools, output, stage, head, row, rows):
+        """Each warp passes its own rows through shared memory, where no other warp has read a query tile; they leave by
+        TMA, or row by row if some of them do not belong to the block."""
         atom, tma, mO = output
         thread = afresh(tools.thread)
-        smem = cute.local_tile(tools.shared.out, (OUT_ROWS, self.out_columns, 4), (0, 0, tools.which))
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        place = 0 if const_expr(self.whole_q) else stage
+        own = cute.local_tile(tools.shared.out[None, None, place], (STRIP, self.out_columns), (tools.which, 0))
         store = cute.make_tiled_copy_C(fa_utils.get_smem_store_atom(90, self.dtype), tools.mma_out).get_slice(thread)
-        whole = cute.group_modes(layout_utils.select(smem, [0, 2, 1]), 0, 2)
-        shape, strip = (OUT_ROWS, self.out_columns), smem[None, None, warp]
+        shape = (OUT_ROWS, self.out_columns)
+        strip = cute.local_tile(own, shape, (warp, 0))
         rounded = cute.make_rmem_tensor(
             tools.mma_out.get_slice(thread).partition_shape_C((STRIP, self.out_columns)), self.dtype
         )
@@ -748,34 +767,47 @@ class ForwardSm90:
             # What read the strip before must be over.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             cute.arch.sync_warp()
-            cute.copy(store, store.retile(rounded), store.partition_D(whole))
-            start = (row + OUT_ROWS * warp, self.out_columns * part)
+            cute.copy(store, store.retile(rounded), store.partition_D(own))
+            top, column = row + OUT_ROWS * warp, self.out_columns * part
             if OUT_ROWS * (warp + 1) <= rows:
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
-                target = cute.local_tile(cute.domain_offset(start, tma[None, None, head]), shape, (0, 0))
-                s, g = cpasync.tma_partition(
-                    atom, 0, cute.make_layout(1), cute.group_modes(strip, 0, 2), cute.group_modes(target, 0, 2)
-                )
-                with cute.arch.elect_one():
-                    cute.copy(atom, s, g)
+                for box in cutlass.range_constexpr(self.out_columns // SWIZZLED):
+                    source = cute.local_tile(strip, (OUT_ROWS, SWIZZLED), (0, box))
+                    target = tile_at(tma[None, None, head], top, column + SWIZZLED * box, (OUT_ROWS, SWIZZLED))
+                    s, g = cpasync.tma_partition(
+                        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
+                    )
+                    with cute.arch.elect_one():
+                        cute.copy(atom, s, g)
                 cute.arch.cp_async_bulk_commit_group()
             else:
                 cute.arch.sync_warp()
                 copy = copy_utils.tiled_copy_2d(self.dtype, self.out_columns // 8, 32, 8).get_slice(lane)
                 pieces = copy.partition_S(strip)
                 where = copy.partition_S(cute.make_identity_tensor(shape))
-                target = cute.local_tile(cute.domain_offset(start, mO[None, None, head]), shape, (0, 0))
-                places = copy.partition_D(target)
+                places = copy.partition_D(tile_at(mO[None, None, head], top, column, shape))
                 held = cute.make_rmem_tensor_like(pieces)
                 cute.autovec_copy(pieces, held)
                 for i in cutlass.range_constexpr(cute.size(held, mode=[1])):
                     if OUT_ROWS * warp + where[0, i, 0][0] < rows:
                         cute.copy(copy, held[None, i, None], places[None, i, None])
 
+    @cute.jit
+    def leave_rest(self, pipes, state):
+        """This warp's rows of an output have been read, so the rest of another query tile may come to their place."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        release(pipes.rest, state)
+
     def own_elements(self, tensor, row, mma_pv, thread):
         """This thread's elements of a strip of [rows, d]: ((pair, row, column group), 1, 1)."""
-        return mma_pv.get_slice(thread).partition_C(self.tile_at(tensor, row, STRIP))
+        return mma_pv.get_slice(thread).partition_C(tile_at(tensor, row, 0, (STRIP, self.head_dim)))
+
+
+def tile_at(tensor, row, column, shape):
+    """Part of a matrix, from ``row`` and ``column`` on."""
+    return cute.local_tile(cute.domain_offset((row, column), tensor), shape, (0, 0))
 
 
 def complete_all(values):
@@ -785,10 +817,11 @@ def complete_all(values):
 
 
 @cute.jit
-def start_scores(acc, products, k, stage):
+def start_scores(acc, products, k, stage, rest):
     """Start q · k[stage]ᵀ, each piece of the keys as a group of its own.
 
-    Each of ``products`` is of 16 columns: an instruction, a fragment of q, and the columns' place in it.
+    Each of ``products`` is of 16 columns: an instruction, a fragment of q, and the columns' place in it, for the
+    ``rest`` in that stage.
     """
     for piece in cutlass.range_constexpr(cute.size(acc.shape[2])):
         warpgroup.fence()
@@ -798,7 +831,8 @@ def start_scores(acc, products, k, stage):
             atom = cute.make_mma_atom(mma.op)
             atom.set(warpgroup.Field.ACCUMULATE, i > 0)
             keys = cute.append_ones(k[None, piece, i, stage], up_to_rank=2)
-            cute.gemm(atom, own, q[None, None, column], keys, own)
+            tile = q[None, None, column] if const_expr(cute.rank(q) == 3) else q[None, None, column, rest]
+            cute.gemm(atom, own, tile, keys, own)
         warpgroup.commit_group()
 
 
