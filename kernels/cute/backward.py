@@ -100,7 +100,7 @@ def run_backward(
     kv_heads, items = k.shape[1], work.items.shape[0]
     group = heads // kv_heads
     if deterministic:
-        order = ordered(work)
+        order = ordered(work, BackwardConfig(head_dim).halves)
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
     else:

@@ -26,7 +26,7 @@ class Tickets(NamedTuple):
     tickets: cute.Tensor
     units: cute.Tensor
     served: cute.Tensor
-    """Counters of dQ [heads, blocks of query rows], at 0 when a launch begins."""
+    """Counters of dQ [heads, blocks and halves of them], at 0 when a launch begins."""
     keys_served: cute.Tensor
     """Counters of dK and dV [kv_heads, counters], at 0 when a launch begins."""
 

@@ -3,16 +3,16 @@
 A unit adds when a counter has reached its ticket, and raises the counter when it has added. What the next one adds is
 then added behind it, because:
 
-* Who raises a counter has a fence in front, and has waited for all that it answers for: a warp for its reductions by
-  the copy engine, until they are done and not only read; a group for its threads' reductions, at a barrier.
-* Who waits has a fence behind, and a group a barrier behind that. Raising and reading the counter are relaxed, so the
-  two fences make the former's sums happen before the latter's, and memory adds to a word in that order. Neither can be
-  left out: without the fence in front of the counter, though reductions are done, bits differed from run to run.
+* Who raises a counter has waited for all that it answers for: a warp for its reductions by the copy engine, until they
+  are done and not only read; a group for its threads' reductions, at a barrier.
+* Raising a counter is a release and reading it an acquire, with a group's barrier behind. They make the former's sums
+  happen before the latter's, and memory adds to a word in that order. That it is a release cannot be left out: without,
+  though reductions are done, bits differed from run to run.
 * The copy engine works by another proxy. The end of its work, once it has been waited for, is a fence between the
-  proxies; in front of more work `before_copies` is one. So the chain is: reductions, wait for their end, fence, raise;
-  read, fence, fence between proxies, reductions.
+  proxies; in front of more work `before_copies` is one. So the chain is: reductions, wait for their end, raise; read,
+  fence between proxies, reductions.
 
-Of a group one thread reads the counter, and the others wait at a hardware barrier; the dQ warp's lanes all read it.
+Of a group one thread reads the counter, and the others wait at a hardware barrier; a dQ warp's lanes all read it.
 """
 
 import cutlass
@@ -24,19 +24,19 @@ from marble.kernels.cute.intrinsics import load_counter, math_thread, raise_coun
 
 
 @cute.jit
-def await_turn(counter: cute.Pointer, ticket: Int32, reached: Int32) -> None:
-    """Wait until it is the turn of ``ticket``; ``reached``: what the counter was when it was last read."""
+def await_turn(counter: cute.Pointer, ticket: Int32) -> None:
+    """Wait until it is the turn of ``ticket``."""
+    reached = load_counter(counter)
     while reached < ticket:
         reached = load_counter(counter)
-    cute.arch.fence_acq_rel_gpu()
 
 
-# dQ by the copy engine, from one warp --------------------------------------------------------------------------------
+# dQ by the copy engine, from a warp ---------------------------------------------------------------------------------
 
 
 @cute.jit
 def tickets_from(lists: Lists, place: Int32) -> tuple[Int32, Int32]:
-    """Of 32 tiles from a place on, one per lane: the number of the block of query rows, and the ticket."""
+    """Of 32 tiles from a place on, one per lane: the number of the query tile, and the ticket."""
     number, ticket, own = Int32(0), Int32(0), place + cute.arch.lane_idx()
     if own < lists.order.tickets.shape[0]:
         number, ticket = lists.order.tickets[own, 0], lists.order.tickets[own, 1]
@@ -44,17 +44,12 @@ def tickets_from(lists: Lists, place: Int32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def end_copies(lists: Lists, open_turn: Int32) -> None:
-    """Wait until all reductions of this warp are done, and raise the counter that they were for, if it is not −1.
-
-    The fence is also behind what the warp has read of another counter before.
-    """
+def end_copies(counter: cute.Pointer) -> None:
+    """Wait until all reductions of this warp are done, and raise the counter that they were for."""
     cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.sync_warp()
-    cute.arch.fence_acq_rel_gpu()
-    if open_turn >= 0:
-        with cute.arch.elect_one():
-            raise_counter(lists.order.served.iterator + open_turn, 1)
+    with cute.arch.elect_one():
+        raise_counter(counter, 1)
 
 
 @cute.jit
@@ -70,13 +65,6 @@ def before_copies() -> None:
 def leads() -> Boolean:
     """Whether this is the first thread of its group."""
     return math_thread() & (GROUP - 1) == 0
-
-
-@cute.jit
-def end_turn(counter: cute.Pointer, by: Int32) -> None:
-    """Raise a counter. By one thread, behind a barrier that all threads have reached which have added."""
-    cute.arch.fence_acq_rel_gpu()
-    raise_counter(counter, by)
 
 
 # dK and dV, which each math group adds -------------------------------------------------------------------------------
@@ -110,8 +98,7 @@ def await_key_turn(lists: Lists, shared: Shared, turn: Int32, barrier: cutlass.C
     ticket = shared.units[Field.KEY_TICKET, turn % UNIT_SLOTS]
     if ticket >= 0:
         if leads():
-            counter = _key_counter(lists, shared, turn)
-            await_turn(counter, ticket, load_counter(counter))
+            await_turn(_key_counter(lists, shared, turn), ticket)
         cute.arch.barrier(barrier_id=barrier + (math_thread() >> 7), number_of_threads=GROUP)
 
 
@@ -121,7 +108,7 @@ def end_key_turn(lists: Lists, shared: Shared, turn: Int32, barrier: cutlass.Con
     if shared.units[Field.KEY_TICKET, turn % UNIT_SLOTS] >= 0:
         cute.arch.barrier(barrier_id=barrier + (math_thread() >> 7), number_of_threads=GROUP)
         if leads():
-            end_turn(_key_counter(lists, shared, turn), shared.units[Field.HEADS, turn % UNIT_SLOTS])
+            raise_counter(_key_counter(lists, shared, turn), shared.units[Field.HEADS, turn % UNIT_SLOTS])
 
 
 def _key_counter(lists: Lists, shared: Shared, turn: Int32) -> cute.Pointer:

@@ -1,7 +1,7 @@
-"""The order in which a deterministic backward pass adds to every block of dQ, and to the same rows of dK and dV.
+"""The order in which a deterministic backward pass adds to every tile of dQ, and to the same rows of dK and dV.
 
 Floating-point sums depend on their order, and units of work that add to the same rows run side by side. So every one
-draws a ticket for each of its tiles, here and once per list: the number of units that add to the block before it. A
+draws a ticket for each of its tiles, here and once per list: the number of units that add to the tile before it. A
 counter in device memory says whose turn it is (`marble.kernels.cute.serving`).
 
 Tickets follow the order in which thread blocks fetch units, so that a unit waits for units that were fetched before it
@@ -31,10 +31,10 @@ class Ordered:
         lists: the list. Every tile is an entry of ``parts``, full ones too (with slot `FULL_TILE`), by inner row in
             each item; ``runs`` is empty.
         tickets: int32 [tiles, 2], item by item, and for each the tiles in the order of its walk with one head: the
-            number of the block of query rows, and how many units add to it before this one.
+            number of the query tile, and how many units add to it before this one.
         units: int32 [items, 3]: the number of the counter of the item's key rows; its ticket there, −1 if no other item
             adds to any of these rows; and where its tickets begin.
-        numbers: how many numbers blocks of query rows have.
+        numbers: how many numbers query tiles have.
         counters: how many counters key rows have.
     """
 
@@ -51,22 +51,27 @@ class Ordered:
         return queries.view(heads, self.numbers), keys.view(kv_heads, self.counters)
 
 
-_ordered: WeakKeyDictionary[WorkList, Ordered] = WeakKeyDictionary()
+_ordered: WeakKeyDictionary[WorkList, dict[int, Ordered]] = WeakKeyDictionary()
 
 
-def ordered(work: WorkList) -> Ordered:
+def ordered(work: WorkList, halves: int) -> Ordered:
     """A list by key block in the order of deterministic sums, on its device. Ordered once per list.
+
+    Args:
+        work: the list.
+        halves: tiles of a block of query rows.
 
     Raises:
         ValueError: if two tiles share some of their query rows, but do not begin with the same: there is no order of
             sums for tiles, then.
     """
-    if work not in _ordered:
-        _ordered[work] = _order(work)
-    return _ordered[work]
+    known = _ordered.setdefault(work, {})
+    if halves not in known:
+        known[halves] = _order(work, halves)
+    return known[halves]
 
 
-def _order(work: WorkList) -> Ordered:
+def _order(work: WorkList, halves: int) -> Ordered:
     owner, entries = _entries(work)
     items, device = len(work.items), work.items.device
     place = _places(work, owner, entries[:, 0])
@@ -79,10 +84,11 @@ def _order(work: WorkList) -> Ordered:
     fields[:, 2], fields[:, 3], fields[:, 4:7] = count.cumsum(0) - count, count, 0
     lists = WorkList(fields, work.sections, entries.int(), work.runs[:0].clone(), work.ranges, work.bits)
     first, block = _query_blocks(entries)
-    tickets = torch.stack([block, _counted(block)], 1)
+    number = (block[:, None] * halves + torch.arange(halves, device=device)).flatten()
+    tickets = torch.stack([number, _counted(number)], 1)
     keys, counters = _key_tickets(fields)
-    units = torch.cat([keys, (count.cumsum(0) - count).unsqueeze(1)], 1)
-    return Ordered(lists, tickets.int(), units.int(), len(first), counters)
+    units = torch.cat([keys, (halves * (count.cumsum(0) - count)).unsqueeze(1)], 1)
+    return Ordered(lists, tickets.int(), units.int(), len(first) * halves, counters)
 
 
 def _counted(numbers: Tensor) -> Tensor:

@@ -21,6 +21,11 @@ from marble.kernels.cute.worklist import BLOCK, FULL_TILE, WorkList, lower
 from marble.testing.layouts import planned_storage, stored_mask
 from marble.workloads import WORKLOADS, build
 
+HALVES = {64: 1, 128: 2}
+"""Tiles of a query block, by head dimension."""
+
+each_halves = pytest.mark.parametrize("halves", HALVES.values(), ids=map(str, HALVES))
+
 
 def visited(work: WorkList) -> Counter[tuple[int, ...]]:
     """(key row, key rows, query row, slot, rows, quarters) of all tiles."""
@@ -43,7 +48,7 @@ class Unit(NamedTuple):
     heads: int
 
 
-def units(order: Ordered, heads: int, kv_heads: int, few: int, whole: int = 0) -> Iterator[Unit]:
+def units(order: Ordered, halves: int, heads: int, kv_heads: int, few: int, whole: int = 0) -> Iterator[Unit]:
     """The units of a launch in the order in which they are fetched, as the kernel reads them; the first ``whole`` times
     ``kv_heads`` have all query heads of theirs."""
     group, lists = heads // kv_heads, order.lists
@@ -57,7 +62,8 @@ def units(order: Ordered, heads: int, kv_heads: int, few: int, whole: int = 0) -
                 row, rows, _, count, _, runs, full, _ = items[item]
                 assert runs == full == 0
                 counter, ticket, place = table[item]
-                own = tickets[place : place + count]
+                own = tickets[place : place + count * halves]
+                assert [number % halves for number, _ in own] == list(range(halves)) * count
                 each = group if done < whole * kv_heads else few
                 done += 1
                 for member in range(0, group, each):
@@ -70,18 +76,18 @@ def units(order: Ordered, heads: int, kv_heads: int, few: int, whole: int = 0) -
         at += size
 
 
-def check(work: WorkList, heads: int = 2, kv_heads: int = 1, few: int = 1, whole: int = 0) -> Ordered:
+def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, few: int = 1, whole: int = 0) -> Ordered:
     """A list's order adds the same tiles, one by one in the order of units, and never two units to the same keys."""
-    order = ordered(work)
+    order = ordered(work, halves)
     assert visited(order.lists) == visited(work)
-    assert ordered(work) is order
+    assert ordered(work, halves) is order
     rows = order.lists.parts[:, 0]
     for _, _, part, count, *_ in order.lists.items.tolist():
         assert (rows[part : part + count].diff() > 0).all(), "query blocks in their order"
     counted: dict[tuple[int, int], int] = defaultdict(int)
     keys: dict[tuple[int, int], int] = defaultdict(int)
     adders: dict[tuple[int, int], set[object]] = defaultdict(set)
-    for number, unit in enumerate(units(order, heads, kv_heads, few, whole)):
+    for number, unit in enumerate(units(order, halves, heads, kv_heads, few, whole)):
         for counter, ticket in unit.tiles:
             assert ticket == counted[counter]
             counted[counter] += 1
@@ -154,42 +160,43 @@ def workload(name: str, tokens: int = 3000) -> WorkList:
 lengths = st.lists(st.integers(0, 500), min_size=1, max_size=4)
 
 
-@given(st.sampled_from(list(Band)), lengths, lengths, st.integers(0, 5))
+@given(st.sampled_from(list(Band)), lengths, lengths, st.integers(0, 5), st.sampled_from(list(HALVES.values())))
 @settings(deadline=None)
-def test_dense_sequences(band: Band, queries: list[int], keys: list[int], gap: int) -> None:
+def test_dense_sequences(band: Band, queries: list[int], keys: list[int], gap: int, halves: int) -> None:
     """Unaligned and empty ones, whose query blocks lie on a grid of their own."""
     keys = (keys * 4)[: len(queries)]
     bounds = [bounds_of(lengths, gap) for lengths in (queries, keys)]
     touch = torch.full((len(queries),), int(Touch.FIRST | Touch.LAST), dtype=torch.uint8)
-    order = check(lower(Varlen(*bounds, band, touch)).by_key)
+    order = check(lower(Varlen(*bounds, band, touch)).by_key, halves)
     assert (order.units[:, 1] == -1).all(), "no other unit adds to these keys"
 
 
 shared_keys = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=5)
 
 
-@given(shared_keys)
+@given(shared_keys, st.sampled_from(list(HALVES.values())))
 @settings(deadline=None)
-def test_sequences_that_share_keys(each: list[tuple[int, int, int]]) -> None:
+def test_sequences_that_share_keys(each: list[tuple[int, int, int]], halves: int) -> None:
     """As pieces of a sample do, which see keys of their own and common ones; on grids that do not match."""
     rows = torch.tensor([0, *(queries for _, _, queries in each)]).cumsum(0)
     queries = torch.stack([rows[:-1], rows[1:]], 1).int()
     keys = torch.tensor([[start, start + length] for start, length, _ in each], dtype=torch.int32)
     touch = torch.zeros(len(each), dtype=torch.uint8)
     work = lower(Varlen(queries, keys, Band.FULL, touch)).by_key
-    order = check(work, heads=4, kv_heads=2, few=2)
-    check(work, heads=4, kv_heads=2, whole=len(each) // 2)
-    waits(list(units(order, 4, 2, 1, len(each) // 2)), 3, len(each))
+    order = check(work, halves, heads=4, kv_heads=2, few=2)
+    check(work, halves, heads=4, kv_heads=2, whole=len(each) // 2)
+    waits(list(units(order, halves, 4, 2, 1, len(each) // 2)), 3, len(each))
 
 
+@each_halves
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_workloads(name: str) -> None:
+def test_workloads(name: str, halves: int) -> None:
     work = workload(name)
-    order = check(work, heads=4, kv_heads=2, few=2)
+    order = check(work, halves, heads=4, kv_heads=2, few=2)
     assert (order.units[:, 1] == -1).all()
     for few, whole in ((1, 0), (2, 0), (1, len(work.items) // 2)):
-        check(work, 4, 2, few, whole)
-        launch = list(units(order, 4, 2, few, whole))
+        check(work, halves, 4, 2, few, whole)
+        launch = list(units(order, halves, 4, 2, few, whole))
         for blocks in (1, 2, 5, 132):
             held = waits(launch, blocks, seed=blocks)
             assert held == 0 or blocks > 1
@@ -205,23 +212,25 @@ def test_every_call_of_a_plan_has_an_order(name: str, schedule: str) -> None:
     shared = 0
     for each in plan.schedules[0].values():
         for work in dict.fromkeys(each.works):
-            order = check(lower(work).by_key, heads=4, kv_heads=2, few=2)
-            shared += int((order.units[:, 1] >= 0).sum())
-            waits(list(units(order, 4, 2, 1)), 5, seed=each.rank)
+            lists = lower(work).by_key
+            for halves in set(HALVES.values()):
+                order = check(lists, halves, heads=4, kv_heads=2, few=2)
+                shared += int((order.units[:, 1] >= 0).sum())
+            waits(list(units(order, halves, 4, 2, 1)), 5, seed=each.rank)
     assert (shared > 0) == (schedule == "chunked"), "elsewhere one unit adds to a key block"
 
 
-@given(lengths, st.integers(50, 400), st.sampled_from([1, 2, 5, 132]))
+@given(lengths, st.integers(50, 400), st.sampled_from(list(HALVES.values())), st.sampled_from([1, 2, 5, 132]))
 @settings(deadline=None, max_examples=30)
-def test_windows_of_documents_never_stop(sizes: list[int], window: int, blocks: int) -> None:
+def test_windows_of_documents_never_stop(sizes: list[int], window: int, halves: int, blocks: int) -> None:
     layout = Layout.from_cu_seqlens([0, *torch.tensor([1 + size for size in sizes]).cumsum(0).tolist()])
-    order = check(lower(tiles_of(layout, window)).by_key)
-    waits(list(units(order, 2, 1, 1)), blocks, seed=window)
+    order = check(lower(tiles_of(layout, window)).by_key, halves)
+    waits(list(units(order, halves, 2, 1, 1)), blocks, seed=window)
 
 
 def test_a_unit_begins_with_the_query_block_that_no_other_is_at() -> None:
     """A causal document: the diagonal first; of a section, the last key block is fetched first."""
-    order = ordered(lower(tiles_of(Layout.from_cu_seqlens([0, 1024]))).by_key)
+    order = ordered(lower(tiles_of(Layout.from_cu_seqlens([0, 1024]))).by_key, 1)
     items, parts = order.lists.items, order.lists.parts
     assert items[:, 0].tolist() == list(range(7 * BLOCK, -1, -BLOCK))
     assert torch.equal(parts[items[:, 2].long(), 0], items[:, 0])
@@ -232,7 +241,7 @@ def test_a_unit_begins_with_the_query_block_that_no_other_is_at() -> None:
 def test_nothing_visible() -> None:
     nothing = torch.tensor([[0, 0]], dtype=torch.int32)
     work = lower(Varlen(nothing, nothing, Band.FULL, torch.zeros(1, dtype=torch.uint8))).by_key
-    order = ordered(work)
+    order = ordered(work, 2)
     assert not len(order.lists.items)
     assert [x.shape[1] for x in order.served(4, 2)] == [0, 1]
 
@@ -242,11 +251,11 @@ def test_query_tiles_that_share_some_rows_are_refused() -> None:
     keys = torch.tensor([[0, 128], [128, 256]], dtype=torch.int32)
     work = lower(Varlen(overlapping, keys, Band.FULL, torch.zeros(2, dtype=torch.uint8))).by_key
     with pytest.raises(ValueError, match=r"deterministic: two tiles .* begin with row 0 and row 100"):
-        ordered(work)
+        ordered(work, 2)
 
 
 def test_lists_stay_what_they_were() -> None:
     work = workload("molmo_docs")
     before = {field.name: getattr(work, field.name).clone() for field in dataclasses.fields(work)}
-    ordered(work)
+    ordered(work, 2)
     assert all(torch.equal(getattr(work, name), value) for name, value in before.items())
