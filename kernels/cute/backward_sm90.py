@@ -86,8 +86,8 @@ from marble.kernels.cute.worklist import BLOCK, FULL_TILE
 LOG2_E = 1.4426950408889634
 
 BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY, BARRIER_KEYS = 1, 2, 6, 8
-"""Hardware barriers; the last three have one for each math group, of dQ full for each dQ warp. 0 is that of all threads.
-"""
+"""Hardware barriers; the last three have one for each math group, dQ full one for each dQ warp besides. 0 is that of all
+threads."""
 
 
 class BackwardSm90(RegisterSums):
