@@ -86,8 +86,8 @@ from marble.kernels.cute.worklist import BLOCK, FULL_TILE
 LOG2_E = 1.4426950408889634
 
 BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY, BARRIER_KEYS = 1, 2, 6, 8
-"""Hardware barriers; the last three have one for each math group, dQ full one for each dQ warp besides. 0 is that of all
-threads."""
+"""Hardware barriers; the last three have one for each math group, dQ full one for each dQ warp besides. 0 is that of
+all threads."""
 
 
 class BackwardSm90(RegisterSums):
@@ -204,7 +204,7 @@ class BackwardSm90(RegisterSums):
                 if warp == 1:
                     self.hand_back_dq()
                 if warp == 1 or warp == 2:
-                    follow(partial(self.reduce_dq_in_turn, operands, atoms, shared, lists, warp - 1))
+                    follow(partial(self.reduce_dq_in_turn, operands, atoms, shared, lists, warp - 1), ordered=True)
                 if warp == 3:
                     follow(partial(self.fill_stage, pipes, [rows, mask]))
             else:
@@ -356,12 +356,14 @@ class BackwardSm90(RegisterSums):
         return shared.units[field, turn % UNIT_SLOTS]
 
     @cute.jit
-    def _follow(self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any) -> None:
-        """Call ``visit`` for every tile of this thread block. By another warp."""
+    def _follow(
+        self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any, ordered: cutlass.Constexpr[bool] = False
+    ) -> None:
+        """Call ``visit`` for every tile of this thread block. By another warp; ``ordered``: see `_visit_unit`."""
         turn, number = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
-            number = self._visit_unit(lists, shared, turn, number, visit)
+            number = self._visit_unit(lists, shared, turn, number, visit, ordered)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
@@ -374,8 +376,10 @@ class BackwardSm90(RegisterSums):
         turn: Int32,
         number: Int32,
         visit: Any,
+        ordered: cutlass.Constexpr[bool] = False,
     ) -> Int32:
-        """Call ``visit`` for the tiles of a unit, and count them. Lists are read 32 entries at a time."""
+        """Call ``visit`` for the tiles of a unit, ``ordered``: with their tickets, and count them. Lists are read 32
+        entries at a time."""
         halves, lane = const_expr(self.config.halves), cute.arch.lane_idx()
         get = partial(self._field, shared, turn)
         start = number
@@ -409,7 +413,7 @@ class BackwardSm90(RegisterSums):
                 for half in cutlass.range(first, last, unroll=1):
                     head = get(field=Field.HEAD) + member
                     tile = Tile(turn, number, number == start, head, row, rows, slot, half)
-                    if const_expr(self.config.deterministic):
+                    if const_expr(ordered):
                         walked = entry * halves + half
                         if walked % 32 == 0 and (member == 0 or halves * entries > 32):
                             own_number, own_ticket = serving.tickets_from(lists, get(field=Field.TICKET) + walked)

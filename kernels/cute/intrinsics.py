@@ -23,6 +23,13 @@ def load_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> I
 
 
 @dsl_user_op
+def peek_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
+    """As `load_counter`, but it says nothing of other memory."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value()]
+    return Int32(ptx("ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", operands, result=T.i32(), loc=loc, ip=ip))
+
+
+@dsl_user_op
 def raise_counter(pointer: cute.Pointer, by: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """Add to a counter in global memory: a release."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(), Int32(by).ir_value(loc=loc, ip=ip)]

@@ -20,15 +20,16 @@ from cutlass import Boolean, Int32, cute
 
 from marble.kernels.cute.backward_config import GROUP, UNIT_SLOTS, Field, Shared
 from marble.kernels.cute.binding import Lists
-from marble.kernels.cute.intrinsics import load_counter, math_thread, raise_counter
+from marble.kernels.cute.intrinsics import load_counter, math_thread, peek_counter, raise_counter
 
 
 @cute.jit
 def await_turn(counter: cute.Pointer, ticket: Int32) -> None:
-    """Wait until it is the turn of ``ticket``."""
-    reached = load_counter(counter)
-    while reached < ticket:
-        reached = load_counter(counter)
+    """Wait until it is the turn of ``ticket``. Acquires empty the L1 cache, so it does not wait by them."""
+    if load_counter(counter) < ticket:
+        while peek_counter(counter) < ticket:
+            pass
+        load_counter(counter)
 
 
 # dQ by the copy engine, from a warp ---------------------------------------------------------------------------------
