@@ -97,10 +97,10 @@ def run_backward(
         ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`).
     """
     heads, head_dim = q.shape[1:]
-    kv_heads, items = k.shape[1], work.items.shape[0]
-    group = heads // kv_heads
+    kv_heads, config = k.shape[1], BackwardConfig(head_dim, deterministic)
+    items, group = work.items.shape[0], heads // kv_heads
     if deterministic:
-        order = ordered(work, BackwardConfig(head_dim).halves)
+        order = ordered(work, config.halves)
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
     else:

@@ -8,14 +8,11 @@ from a counter in device memory, in the order of the list, and load the next uni
     load warp      fetches units and tells the others; K, V, and per tile Q and dO, by TMA
     row warp       log-sum-exp and delta of the tile's query rows, rescaled, through registers
     mask warp      predicates of partial tiles, as bits in the order of the math threads
-    dQ warp        reduces finished dQ tiles from shared into global memory
+    dQ warp        reduces finished dQ tiles from shared into global memory; in their order, if sums have one
     math groups    two warpgroups, 64 key rows each: S' = K Q', dP' = V dO', dV += P' dO, dK += dS' Q, dQ = dS K
 
-If sums have an order, a tile's dQ waits for its turn, and ending a turn takes about as long as the products of a tile.
-Two dQ warps then take tiles by turns, and the mask warp does the row warp's work besides.
-
 In shared memory, with phases (who arrives; who waits; what is then safe):
-    unit full      load warp; the other warps. A unit's entry is there.
+    unit full      load warp; the other eleven warps. A unit's entry is there.
     unit empty     each of the other warps, when it has read all that it needs of the unit; load warp. The entry may be
                    overwritten.
     Q full         load warp with its bytes, row warp, mask warp; math. Q, log-sum-exp, delta and predicate of a tile
@@ -33,12 +30,11 @@ In hardware, for a count of threads:
                    two stages, and nothing else says when one is free: a group has waited for its dQ product of the last
                    tile when it comes here, so behind the barrier both have, and that product's stage is the next
                    tile's.
-    dQ empty[g]    dQ warp, when its reduction has read group g's stage; group g. The group may overwrite it. If sums
-                   have an order, the dQ warp of the tile before, and once more in the end, when nothing comes.
+    dQ empty[g]    dQ warp, when its reduction has read group g's stage; group g. The group may overwrite it.
     keys[g]        group g, if sums have an order and other units add to these keys: when it is this unit's turn, and
                    when all of the group's additions are made.
     dQ full[g]     group g, after its stores and a proxy fence, if tiles are interleaved behind most exponentials of the
-                   next one; dQ warp, and of two the tile's, which have barriers of their own. The stage may be reduced.
+                   next one; dQ warp. The stage may be reduced.
 
 A math warp hands a stage back after a wait for a product, where its lanes meet: all of them have read it. What they
 have read into registers must have been used, because an arrival overtakes loads (`marble.kernels.cute.ordering`).
@@ -78,16 +74,15 @@ from marble.kernels.cute.backward_config import (
 )
 from marble.kernels.cute.backward_sums import RegisterSums
 from marble.kernels.cute.binding import Lists, fitting
-from marble.kernels.cute.intrinsics import math_thread, store_pair
+from marble.kernels.cute.intrinsics import load_counter, math_thread, store_pair
 from marble.kernels.cute.ordering import arrive_behind, complete
 from marble.kernels.cute.units import fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, FULL_TILE
 
 LOG2_E = 1.4426950408889634
 
-BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY, BARRIER_KEYS = 1, 2, 6, 8
-"""Hardware barriers; the last three have one for each math group, dQ full one for each dQ warp besides. 0 is that of
-all threads."""
+BARRIER_DS, BARRIER_DQ_FULL, BARRIER_DQ_EMPTY, BARRIER_KEYS = 1, 2, 4, 6
+"""Hardware barriers; the last three have one for each math group. 0 is that of all threads."""
 
 
 class BackwardSm90(RegisterSums):
@@ -195,26 +190,19 @@ class BackwardSm90(RegisterSums):
         if warp < 4:
             cute.arch.setmaxregister_decrease(config.load_registers)
             follow = partial(self._follow, lists, shared, pipes)
-            rows = partial(self._write_rows, lse, delta, self._early(scale), shared)
-            mask = partial(self._write_mask, lists, shared)
             if warp == 0:
                 visit = partial(self.load, operands, atoms, shared, pipes)
                 self._lead(operands, lists, schedule, shared, pipes, visit)
-            if const_expr(config.deterministic):
-                if warp == 1:
-                    self.hand_back_dq()
-                if warp == 1 or warp == 2:
-                    follow(partial(self.reduce_dq_in_turn, operands, atoms, shared, lists, warp - 1), ordered=True)
-                if warp == 3:
-                    follow(partial(self.fill_stage, pipes, [rows, mask]))
-            else:
-                if warp == 1:
+            if warp == 1:
+                if const_expr(config.deterministic):
+                    follow(partial(self.reduce_dq_in_turn, operands, atoms, shared, lists), serving.end_copies)
+                else:
                     follow(partial(self.reduce_dq, operands, atoms, shared))
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
-                if warp == 2:
-                    follow(partial(self.fill_stage, pipes, [rows]))
-                if warp == 3:
-                    follow(partial(self.fill_stage, pipes, [mask]))
+                cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
+            if warp == 2:
+                follow(partial(self.load_rows, lse, delta, self._early(scale), shared, pipes))
+            if warp == 3:
+                follow(partial(self.write_mask, lists, shared, pipes))
         else:
             cute.arch.setmaxregister_increase(config.math_registers)
             self.math(lists, shared, pipes, dk, dv, scale)
@@ -236,7 +224,7 @@ class BackwardSm90(RegisterSums):
         pipe_q = pipeline.PipelineTmaAsync.create(
             barrier_storage=storage.q_barriers.data_ptr(),
             num_stages=config.q_stages,
-            producer_group=CooperativeGroup(Agent.Thread, 2 if config.deterministic else 3),  # load, row, mask warp
+            producer_group=CooperativeGroup(Agent.Thread, 3),  # load, row and mask warp
             consumer_group=math_warps,
             tx_count=self.query_bytes,
             defer_sync=True,
@@ -357,13 +345,19 @@ class BackwardSm90(RegisterSums):
 
     @cute.jit
     def _follow(
-        self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any, ordered: cutlass.Constexpr[bool] = False
+        self, lists: Lists, shared: Shared, pipes: Pipes, visit: Any, end: cutlass.Constexpr[Any] = None
     ) -> None:
-        """Call ``visit`` for every tile of this thread block. By another warp; ``ordered``: see `_visit_unit`."""
+        """Call ``visit`` for every tile of this thread block. By another warp.
+
+        With an ``end``, what a visit leaves open is handed to the next one, and at the end of a unit to ``end``.
+        """
         turn, number = Int32(0), Int32(0)
         heads = self._await_unit(shared, pipes, turn)
         while heads > 0:
-            number = self._visit_unit(lists, shared, turn, number, visit, ordered)
+            if const_expr(end is None):
+                number = self._visit_unit(lists, shared, turn, number, visit)
+            else:
+                number = self._visit_unit(lists, shared, turn, number, visit, end)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
@@ -376,13 +370,12 @@ class BackwardSm90(RegisterSums):
         turn: Int32,
         number: Int32,
         visit: Any,
-        ordered: cutlass.Constexpr[bool] = False,
+        end: cutlass.Constexpr[Any] = None,
     ) -> Int32:
-        """Call ``visit`` for the tiles of a unit, ``ordered``: with their tickets, and count them. Lists are read 32
-        entries at a time."""
+        """Call ``visit`` for the tiles of a unit, and count them. Lists are read 32 entries at a time."""
         halves, lane = const_expr(self.config.halves), cute.arch.lane_idx()
         get = partial(self._field, shared, turn)
-        start = number
+        start, open_turn = number, Int32(-1)
         own_row, own_rows, own_slot = Int32(0), Int32(0), Int32(0)
         own_number, own_ticket = Int32(0), Int32(0)
         for member in cutlass.range(get(field=Field.HEADS), unroll=1):
@@ -413,17 +406,20 @@ class BackwardSm90(RegisterSums):
                 for half in cutlass.range(first, last, unroll=1):
                     head = get(field=Field.HEAD) + member
                     tile = Tile(turn, number, number == start, head, row, rows, slot, half)
-                    if const_expr(ordered):
+                    if const_expr(end is None):
+                        visit(tile)
+                    else:
                         walked = entry * halves + half
                         if walked % 32 == 0 and (member == 0 or halves * entries > 32):
                             own_number, own_ticket = serving.tickets_from(lists, get(field=Field.TICKET) + walked)
                         query, ticket = (cute.arch.shuffle_sync(x, walked % 32) for x in (own_number, own_ticket))
                         counter = head * lists.order.served.shape[1] + query
-                        tile = tile._replace(counter=counter, ticket=ticket)
-                    visit(tile)
+                        open_turn = visit(tile._replace(counter=counter, ticket=ticket), open_turn)
                     row += self.tile_m
                     rows -= self.tile_m
                     number += 1
+        if const_expr(end is not None):
+            end(lists, open_turn)
         return number
 
     @staticmethod
@@ -479,25 +475,32 @@ class BackwardSm90(RegisterSums):
         copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), rows, target, single_stage=True)
         copy(tma_bar_ptr=barrier)
 
-    # Row and mask warp -----------------------------------------------------------------------------------------------
+    # Row warp --------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def fill_stage(self, pipes: Pipes, writers: Any, tile: Tile) -> None:
-        """What ``writers`` write of a tile, when its stage is free."""
+    def load_rows(
+        self,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        factor: Float32 | float,
+        shared: Shared,
+        pipes: Pipes,
+        tile: Tile,
+    ) -> None:
+        """A tile's log-sum-exp, in powers of 2, and delta, in the order that math threads read them.
+
+        Rows that saw no key, and rows behind the end of their block, get +inf: exp2(s - inf) is exactly 0.
+        """
         stage, phase = self._stage(tile.number, self.config.q_stages)
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
-        for write in writers:
-            write(tile, stage)
+        self._write_rows(lse, delta, factor, shared, tile, stage)
         self._arrive(pipes.q.sync_object_full.get_barrier(stage))
 
     @cute.jit
     def _write_rows(
         self, lse: cute.Tensor, delta: cute.Tensor, factor: Float32 | float, shared: Shared, tile: Tile, stage: Int32
     ) -> None:
-        """A tile's log-sum-exp, in powers of 2, and delta, in the order that math threads read them.
-
-        Rows that saw no key, and rows behind the end of their block, get +inf: exp2(s - inf) is exactly 0.
-        """
+        """As `load_rows`, when the stage is free."""
         lane = cute.arch.lane_idx()
         for part in cutlass.range(self.tile_m // 32, unroll=1):
             place = lane + 32 * part
@@ -510,14 +513,19 @@ class BackwardSm90(RegisterSums):
             shared.lse[where] = Float32.inf if row_lse == -Float32.inf else row_lse * LOG2_E
             shared.delta[where] = row_delta * factor
 
+    # Mask warp -------------------------------------------------------------------------------------------------------
+
     @cute.jit
-    def _write_mask(self, lists: Lists, shared: Shared, tile: Tile, stage: Int32) -> None:
+    def write_mask(self, lists: Lists, shared: Shared, pipes: Pipes, tile: Tile) -> None:
         """The predicate of a partial tile, as bits in the order of the math threads' columns; none for a full tile."""
+        stage, phase = self._stage(tile.number, self.config.q_stages)
+        pipes.q.sync_object_empty.wait(stage, phase ^ 1)
         shared.partial[stage] = Int32(tile.slot != FULL_TILE)
         if tile.slot != FULL_TILE:
             for part in cutlass.range(self.tile_n // 32, unroll=1):
                 row = cute.arch.lane_idx() + 32 * part
                 self._write_row(lists, shared, tile, stage, row)
+        self._arrive(pipes.q.sync_object_full.get_barrier(stage))
 
     @cute.jit
     def _write_row(self, lists: Lists, shared: Shared, tile: Tile, stage: Int32, row: Int32) -> None:
@@ -539,38 +547,41 @@ class BackwardSm90(RegisterSums):
     @cute.jit
     def reduce_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:
         """Hand each group its stage back, then reduce what it has stored. Rows behind the last one are left out."""
-        self.hand_back_dq()
-        self._copy_dq(operands, atoms, shared, tile)
-
-    @cute.jit
-    def hand_back_dq(self) -> None:
-        """Hand each group its stage back, when this warp's last reductions have read it."""
         groups, threads = self.config.groups, GROUP + 32
         for group in cutlass.range_constexpr(groups):
             # Reductions end in order, so those of the last tile that may still read are of the groups behind this one.
             cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
             cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
+        self._copy_dq(operands, atoms, shared, tile)
 
     @cute.jit
     def reduce_dq_in_turn(
-        self, operands: Operands, atoms: Atoms, shared: Shared, lists: Lists, own: Int32, tile: Tile
-    ) -> None:
-        """Reduce what the groups have stored of every other tile, 0 or 1 of two being this warp's ``own``, when it is
-        its turn; then hand their stages back, to the tile that the other warp reduces."""
-        if tile.number & 1 == own:
-            counter = lists.order.served.iterator + tile.counter
-            serving.await_turn(counter, tile.ticket)
-            serving.before_copies()
-            self._copy_dq(operands, atoms, shared, tile)
-            self.hand_back_dq()
-            serving.end_copies(counter)
+        self, operands: Operands, atoms: Atoms, shared: Shared, lists: Lists, tile: Tile, open_turn: Int32
+    ) -> Int32:
+        """As `reduce_dq`, when it is the tile's turn; that is left open. The last tile's turn, if open, is ended here.
+
+        So the way to the counter and back is covered by the end of the last tile's reductions, and one fence is behind
+        both, for both turns.
+        """
+        groups, threads = self.config.groups, GROUP + 32
+        counter = lists.order.served.iterator + tile.counter
+        reached = load_counter(counter)
+        for group in cutlass.range_constexpr(groups):
+            cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
+            cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
+        serving.end_copies(lists, open_turn)
+        if reached < tile.ticket:
+            serving.await_turn(counter, tile.ticket, reached)
+        serving.before_copies()
+        self._copy_dq(operands, atoms, shared, tile)
+        return tile.counter
 
     @cute.jit
     def _copy_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:
         """Reduce what each group stores of a tile, as soon as it is there."""
         threads, columns = GROUP + 32, self.config.dq_columns
         for group in cutlass.range_constexpr(self.config.groups):
-            cute.arch.barrier(barrier_id=self._dq_full(tile.number, group), number_of_threads=threads)
+            cute.arch.barrier(barrier_id=BARRIER_DQ_FULL + group, number_of_threads=threads)
             down, right = (64 * group, 0) if const_expr(self.tile_m == 128) else (0, group)
             target = cute.domain_offset((tile.row + down, 0), operands.dq[None, None, tile.head])
             target = cute.local_tile(target, (64, columns), (0, right))
@@ -628,8 +639,6 @@ class BackwardSm90(RegisterSums):
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
-        if const_expr(self.config.deterministic):
-            cute.arch.barrier(barrier_id=BARRIER_DQ_EMPTY + (math_thread() >> 7), number_of_threads=GROUP + 32)
 
     def _products(self, shared: Shared) -> Products:
         """Partition the operands for this math group."""
@@ -734,7 +743,7 @@ class BackwardSm90(RegisterSums):
                 complete([words[i] for i in range(settled, 8 * (quad + 1))])
                 settled = 8 * (quad + 1)
             if const_expr(held and quad + 1 == pause):
-                self._hand_over_dq(tile - 1)
+                self._hand_over_dq()
                 warpgroup.wait_group(1)  # dK of the last tile is done, and dS' leaves its registers
                 pipes.q.consumer_release_w_index(self._stage(tile - 1, self.config.q_stages)[0])
         warpgroup.wait_group(0)  # dP is done
@@ -748,15 +757,11 @@ class BackwardSm90(RegisterSums):
         return [copy_utils.load_s2r(shared.lse[None, i, lane_class, stage]) for i in range(quads)], partial_tile
 
     @cute.jit
-    def _hand_over_dq(self, tile: Int32) -> None:
-        """Tell the tile's dQ warp that this group's part of dQ is in shared memory."""
+    def _hand_over_dq(self) -> None:
+        """Tell the dQ warp that this group's part of a tile's dQ is in shared memory."""
+        group = math_thread() >> 7
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier_arrive(barrier_id=self._dq_full(tile, math_thread() >> 7), number_of_threads=GROUP + 32)
-
-    def _dq_full(self, tile: Int32, group: Int32 | int) -> Int32:
-        """The barrier dQ full of a group, for a tile."""
-        warp = tile & 1 if self.config.deterministic else 0
-        return Int32(BARRIER_DQ_FULL + group + self.config.groups * warp)
+        cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_FULL + group, number_of_threads=GROUP + 32)
 
     @cute.jit
     def gradient_step(
@@ -824,7 +829,7 @@ class BackwardSm90(RegisterSums):
             pipes.dout.consumer_wait_w_index_phase(stage, phase)
             acc_dp = products.dp(B_idx=stage)
         else:
-            self._hand_over_dq(tile)
+            self._hand_over_dq()
             warpgroup.wait_group(0)  # dK is done
             pipes.q.consumer_release_w_index(q_stage)
         return acc_s, acc_dp, rows

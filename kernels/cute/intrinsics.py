@@ -17,23 +17,16 @@ def math_thread(*, loc: Any = None, ip: Any = None) -> Int32:
 
 @dsl_user_op
 def load_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
-    """What a counter in global memory that other thread blocks raise has reached: an acquire."""
-    operands = [pointer.toint(loc=loc, ip=ip).ir_value()]
-    return Int32(ptx("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", operands, result=T.i32(), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def peek_counter(pointer: cute.Pointer, *, loc: Any = None, ip: Any = None) -> Int32:
-    """As `load_counter`, but it says nothing of other memory."""
+    """What a counter in global memory that other thread blocks raise has reached; says nothing of other memory."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value()]
     return Int32(ptx("ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", operands, result=T.i32(), loc=loc, ip=ip))
 
 
 @dsl_user_op
 def raise_counter(pointer: cute.Pointer, by: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Add to a counter in global memory: a release."""
+    """Add to a counter in global memory; says nothing of other memory."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(), Int32(by).ir_value(loc=loc, ip=ip)]
-    ptx("red.release.gpu.global.add.s32 [$0], $1;", "l,r", operands, loc=loc, ip=ip)
+    ptx("red.relaxed.gpu.global.add.s32 [$0], $1;", "l,r", operands, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -3,16 +3,16 @@
 A unit adds when a counter has reached its ticket, and raises the counter when it has added. What the next one adds is
 then added behind it, because:
 
-* Who raises a counter has waited for all that it answers for: a warp for its reductions by the copy engine, until they
-  are done and not only read; a group for its threads' reductions, at a barrier.
-* Raising a counter is a release and reading it an acquire, with a group's barrier behind. They make the former's sums
-  happen before the latter's, and memory adds to a word in that order. That it is a release cannot be left out: without,
-  though reductions are done, bits differed from run to run.
+* Who raises a counter has a fence in front, and has waited for all that it answers for: a warp for its reductions by
+  the copy engine, until they are done and not only read; a group for its threads' reductions, at a barrier.
+* Who waits has a fence behind, and a group a barrier behind that. Raising and reading the counter are relaxed, so the
+  two fences make the former's sums happen before the latter's, and memory adds to a word in that order. The fence in
+  front of a counter cannot be left out: without it, though reductions are done, bits differed from run to run.
 * The copy engine works by another proxy. The end of its work, once it has been waited for, is a fence between the
-  proxies; in front of more work `before_copies` is one. So the chain is: reductions, wait for their end, raise; read,
-  fence between proxies, reductions.
+  proxies; in front of more work `before_copies` is one. So the chain is: reductions, wait for their end, fence, raise;
+  read, fence, fence between proxies, reductions.
 
-Of a group one thread reads the counter, and the others wait at a hardware barrier; a dQ warp's lanes all read it.
+Of a group one thread reads the counter, and the others wait at a hardware barrier; the dQ warp's lanes all read it.
 """
 
 import cutlass
@@ -20,19 +20,18 @@ from cutlass import Boolean, Int32, cute
 
 from marble.kernels.cute.backward_config import GROUP, UNIT_SLOTS, Field, Shared
 from marble.kernels.cute.binding import Lists
-from marble.kernels.cute.intrinsics import load_counter, math_thread, peek_counter, raise_counter
+from marble.kernels.cute.intrinsics import load_counter, math_thread, raise_counter
 
 
 @cute.jit
-def await_turn(counter: cute.Pointer, ticket: Int32) -> None:
-    """Wait until it is the turn of ``ticket``. Acquires empty the L1 cache, so it does not wait by them."""
-    if load_counter(counter) < ticket:
-        while peek_counter(counter) < ticket:
-            pass
-        load_counter(counter)
+def await_turn(counter: cute.Pointer, ticket: Int32, reached: Int32) -> None:
+    """Wait until it is the turn of ``ticket``; ``reached``: what the counter was when it was last read."""
+    while reached < ticket:
+        reached = load_counter(counter)
+    cute.arch.fence_acq_rel_gpu()
 
 
-# dQ by the copy engine, from a warp ---------------------------------------------------------------------------------
+# dQ by the copy engine, from one warp --------------------------------------------------------------------------------
 
 
 @cute.jit
@@ -45,12 +44,17 @@ def tickets_from(lists: Lists, place: Int32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def end_copies(counter: cute.Pointer) -> None:
-    """Wait until all reductions of this warp are done, and raise the counter that they were for."""
+def end_copies(lists: Lists, open_turn: Int32) -> None:
+    """Wait until all reductions of this warp are done, and raise the counter that they were for, if it is not −1.
+
+    The fence is also behind what the warp has read of another counter before.
+    """
     cute.arch.cp_async_bulk_wait_group(0)
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        raise_counter(counter, 1)
+    cute.arch.fence_acq_rel_gpu()
+    if open_turn >= 0:
+        with cute.arch.elect_one():
+            raise_counter(lists.order.served.iterator + open_turn, 1)
 
 
 @cute.jit
@@ -66,6 +70,13 @@ def before_copies() -> None:
 def leads() -> Boolean:
     """Whether this is the first thread of its group."""
     return math_thread() & (GROUP - 1) == 0
+
+
+@cute.jit
+def end_turn(counter: cute.Pointer, by: Int32) -> None:
+    """Raise a counter. By one thread, behind a barrier that all threads have reached which have added."""
+    cute.arch.fence_acq_rel_gpu()
+    raise_counter(counter, by)
 
 
 # dK and dV, which each math group adds -------------------------------------------------------------------------------
@@ -99,7 +110,8 @@ def await_key_turn(lists: Lists, shared: Shared, turn: Int32, barrier: cutlass.C
     ticket = shared.units[Field.KEY_TICKET, turn % UNIT_SLOTS]
     if ticket >= 0:
         if leads():
-            await_turn(_key_counter(lists, shared, turn), ticket)
+            counter = _key_counter(lists, shared, turn)
+            await_turn(counter, ticket, load_counter(counter))
         cute.arch.barrier(barrier_id=barrier + (math_thread() >> 7), number_of_threads=GROUP)
 
 
@@ -109,7 +121,7 @@ def end_key_turn(lists: Lists, shared: Shared, turn: Int32, barrier: cutlass.Con
     if shared.units[Field.KEY_TICKET, turn % UNIT_SLOTS] >= 0:
         cute.arch.barrier(barrier_id=barrier + (math_thread() >> 7), number_of_threads=GROUP)
         if leads():
-            raise_counter(_key_counter(lists, shared, turn), shared.units[Field.HEADS, turn % UNIT_SLOTS])
+            end_turn(_key_counter(lists, shared, turn), shared.units[Field.HEADS, turn % UNIT_SLOTS])
 
 
 def _key_counter(lists: Lists, shared: Shared, turn: Int32) -> cute.Pointer:
