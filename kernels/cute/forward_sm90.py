@@ -100,9 +100,7 @@ class ForwardConfig:
             raise ValueError(f"head_dim: the Hopper kernels compute 64, 128 and 256, got {self.head_dim}")
         if self.keys not in (64, 128):
             raise ValueError(f"keys: a tile of the lists has 128 or 2 × 64, got {self.keys}")
-        if self.q_columns < self.head_dim and self.keys == BLOCK:
-            raise ValueError("keys: a query tile that stays in shared memory takes two or more key tiles, so halves")
-        if self.q_columns not in (self.head_dim, self.head_dim - OUT_COLUMNS):
+        if self.q_columns <= 0 or self.head_dim - self.q_columns not in (0, OUT_COLUMNS):
             raise ValueError(f"q_columns: all, or all but {OUT_COLUMNS} of {self.head_dim}, got {self.q_columns}")
         if self.load_registers + 2 * self.math_registers > 504:
             raise ValueError(
@@ -168,6 +166,7 @@ class ForwardSm90:
         self.threads = 3 * WARPGROUP
         self.splits, self.whole_q = BLOCK // config.keys, config.q_columns == config.head_dim
         self.out_columns = min(config.head_dim, OUT_COLUMNS)
+        self.out_stages = 1 if self.whole_q else REST_STAGES
 
     @cute.jit
     def __call__(
@@ -196,7 +195,7 @@ class ForwardSm90:
         key_tile, written = (self.config.keys, self.head_dim), (OUT_ROWS, SWIZZLED)
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
         layout_q, layout_k, layout_v = layout(query_tile), layout(key_tile, k_stages), layout(key_tile, v_stages)
-        layout_out = layout(out_tile, 1 if self.whole_q else REST_STAGES)
+        layout_out = layout(out_tile, self.out_stages)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -204,8 +203,9 @@ class ForwardSm90:
         atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, query_tile)
         atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, key_tile)
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, key_tile)
-        # For the rest of a query tile, if it has one.
-        atom_rest, tma_rest = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_out, mode=[0, 1]), out_tile)
+        atom_rest, tma_rest = None, None
+        if const_expr(not self.whole_q):
+            atom_rest, tma_rest = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_out, mode=[0, 1]), out_tile)
         atom_o, tma_o = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout(written), written)
         # The second for the rest of the query tile.
         mma_qk, mma_qk_shared = (
@@ -230,7 +230,7 @@ class ForwardSm90:
             unit_bars: cute.struct.MemRange[Int64, 2 * PLACES]
             bits_bars: cute.struct.MemRange[Int64, 2]
             q_bars: cute.struct.MemRange[Int64, 2]
-            rest_bars: cute.struct.MemRange[Int64, 2 * REST_STAGES]
+            rest_bars: cute.struct.MemRange[Int64, 2 * self.out_stages]
             k_bars: cute.struct.MemRange[Int64, 2 * k_stages]
             v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
@@ -263,7 +263,8 @@ class ForwardSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         out = storage.out.get_tensor(layout_out.outer, swizzle=layout_out.inner)
         shared = Shared(
@@ -291,7 +292,7 @@ class ForwardSm90:
         if const_expr(not self.whole_q):
             pipe_rest = tiles(
                 barrier_storage=storage.rest_bars.data_ptr(),
-                num_stages=REST_STAGES,
+                num_stages=self.out_stages,
                 tx_count=bytes_of(cute.select(layout_out, mode=[0, 1])),
             )
         pipes = Pipes(
@@ -338,7 +339,7 @@ class ForwardSm90:
         units = lists.items.shape[0] * heads
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        rest_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, REST_STAGES)
+        rest_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.out_stages)
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
             item, kv_head, member = unit_at(lists, number, kv_heads, group)
@@ -355,15 +356,15 @@ class ForwardSm90:
             tile = tile_at(tmas[0][None, None, head], row, 0, (BLOCK, self.config.q_columns))
             load, _, _ = copy_utils.tma_get_copy_fn(atoms[0], 0, cute.make_layout(1), tile, shared.q, single_stage=True)
             load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+            q_state.advance()
+            if touch & int(Touch.FIRST) == 0:
+                with cute.arch.elect_one():
+                    prefetch(fa_utils.elem_pointer(acc, (head, row, 0)), rows * self.head_dim * 4)
             if const_expr(not self.whole_q):
                 pipes.rest.producer_acquire(rest_state)
                 tile = tile_at(tmas[3][None, None, head], row, self.config.q_columns, (BLOCK, self.out_columns))
                 self.load_tile(atoms[3], tile, shared.rest, pipes.rest, rest_state)
                 rest_state.advance()
-            if touch & int(Touch.FIRST) == 0:
-                with cute.arch.elect_one():
-                    prefetch(fa_utils.elem_pointer(acc, (head, row, 0)), rows * self.head_dim * 4)
-            q_state.advance()
             number = fetch(counter, units)
         self.write_unit(shared, pipes, state, Int32(0))
         pipes.q.sync_object_empty.wait(q_state.index, q_state.phase)
@@ -518,7 +519,7 @@ class ForwardSm90:
         )
         products = [(mma_qk, fragment_q, k) for k in range(self.config.q_columns // 16)]
         if const_expr(not self.whole_q):
-            own_rest = cute.local_tile(shared.rest, (STRIP, self.out_columns, REST_STAGES), (which, 0, 0))
+            own_rest = cute.local_tile(shared.rest, (STRIP, self.out_columns, self.out_stages), (which, 0, 0))
             fragment_rest = wg_shared.make_fragment_A(wg_shared.partition_A(own_rest))
             products += [(mma_qk_shared, fragment_rest, k) for k in range(self.out_columns // 16)]
         acc_O, fragment_p, fragment_v = sm90_utils.partition_fragment_ABC(
@@ -545,7 +546,7 @@ class ForwardSm90:
         step = partial(self.step, scores, weigh, tools, acc_S)
 
         state_of = partial(pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer)
-        unit, bits, q_state, rest_state = state_of(PLACES), state_of(1), state_of(1), state_of(REST_STAGES)
+        unit, bits, q_state, rest_state = state_of(PLACES), state_of(1), state_of(1), state_of(self.out_stages)
         k_state, v_state = state_of(self.config.k_stages), state_of(self.config.v_stages)
         pipes.q.consumer_wait(q_state)
         self.take_query(tools)
@@ -748,13 +749,13 @@ class ForwardSm90:
 
     @cute.jit
     def write_output(self, tools, output, stage, head, row, rows):
-        """Each warp passes its own rows through shared memory, where no other warp has read a query tile; they leave by
-        TMA, or row by row if some of them do not belong to the block."""
+        """Each warp passes its own rows through shared memory. What was there of a query tile mattered only to its rows of
+        scores, which are complete. They leave by TMA, or row by row if some of them do not belong to the block.
+        """
         atom, tma, mO = output
         thread = afresh(tools.thread)
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        place = 0 if const_expr(self.whole_q) else stage
-        own = cute.local_tile(tools.shared.out[None, None, place], (STRIP, self.out_columns), (tools.which, 0))
+        own = cute.local_tile(tools.shared.out[None, None, stage], (STRIP, self.out_columns), (tools.which, 0))
         store = cute.make_tiled_copy_C(fa_utils.get_smem_store_atom(90, self.dtype), tools.mma_out).get_slice(thread)
         shape = (OUT_ROWS, self.out_columns)
         strip = cute.local_tile(own, shape, (warp, 0))
@@ -792,6 +793,8 @@ class ForwardSm90:
                 for i in cutlass.range_constexpr(cute.size(held, mode=[1])):
                     if OUT_ROWS * warp + where[0, i, 0][0] < rows:
                         cute.copy(copy, held[None, i, None], places[None, i, None])
+                if const_expr(not self.whole_q):
+                    cute.arch.fence_view_async_shared()  # the copy engine writes there next
 
     @cute.jit
     def leave_rest(self, pipes, state):

@@ -296,6 +296,36 @@ def test_thread_blocks_that_take_state_unit_after_unit(cute: Backend, name: str,
         assert torch.equal(distributed(problem, problem.plan(2), backend=cute)["out"], first["out"])
 
 
+@each_dim
+@pytest.mark.parametrize("state", [False, True])
+def test_thread_blocks_that_write_ragged_blocks_unit_after_unit(cute: Backend, head_dim: int, state: bool) -> None:
+    """Many short sequences, whose outputs pass through shared memory row by row, between those of whole blocks: as
+    exact as a call in the type of the inputs, and the same bits every time."""
+    lengths = torch.randint(1, 300, (60,))
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    rows = int(cu[-1])
+    bands = {Band.CAUSAL: Touch.FIRST, Band.REVERSE_CAUSAL: Touch.LAST} if state else {Band.FULL: BOTH}
+    calls = [move(Varlen.from_cu_seqlens(cu, cu, *each), "cuda") for each in bands.items()]
+    x = Inputs(rows, rows, (32, 8), head_dim, torch.bfloat16)
+
+    def results(backend: Backend, dtype: torch.dtype) -> Tensor:
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        carried = State.empty(32, rows, head_dim, sums, "cuda")
+        out, lse = torch.empty_like(x.q, dtype=dtype), torch.empty(32, rows, dtype=sums, device="cuda")
+        for tensor in (carried.acc, carried.m, carried.l, out, lse):
+            tensor.fill_(torch.nan)
+        for call in calls:
+            args = (t.to(dtype) for t in (x.q, x.k, x.v))
+            backend.forward(*args, call, carried if state else None, out, lse, scale=x.scale)
+        return out
+
+    first = results(cute, torch.bfloat16)
+    exact = results(REFERENCE, torch.float64)
+    assert error(first, exact) <= GATE * error(results(REFERENCE, torch.bfloat16), exact)
+    for _ in range(5):
+        assert torch.equal(results(cute, torch.bfloat16), first)
+
+
 def test_inputs_that_the_copy_engine_cannot_read(cute: Backend) -> None:
     work = move(CALLS["causal"](), "cuda")
     x = Inputs(1000, 1000, (4, 2), 64, torch.bfloat16)

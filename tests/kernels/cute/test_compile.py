@@ -57,8 +57,8 @@ def test_shared_memory_that_is_too_much_is_refused_before_a_launch(bytes_over: i
     [
         ({"head_dim": 96}, "compute 64, 128 and 256, got 96"),
         ({"keys": 96}, "got 96"),
-        ({"keys": 128}, "a query tile that stays in shared memory"),
         ({"q_columns": 160}, "q_columns: all, or all but 128 of 256, got 160"),
+        ({"head_dim": 128, "q_columns": 0}, "q_columns: all, or all but 128 of 128, got 0"),
         ({"math_registers": 248}, "registers: the kernel begins with 168"),
     ],
 )
