@@ -749,8 +749,8 @@ class ForwardSm90:
 
     @cute.jit
     def write_output(self, tools, output, stage, head, row, rows):
-        """Each warp passes its own rows through shared memory. What was there of a query tile mattered only to the scores
-        of these rows, which are complete. They leave by TMA, or row by row if some of them are not the block's."""
+        """Each warp passes its own rows through shared memory. What was there of a query tile mattered to the scores of
+        these rows alone, which are complete. They leave by TMA, or row by row if some of them are not the block's."""
         atom, tma, mO = output
         thread = afresh(tools.thread)
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
