@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 from marble.kernels.cute.backward_config import BackwardConfig
 from marble.kernels.cute.backward_split_sm90 import PASSES, SplitConfig
 from marble.kernels.cute.binding import SHARED_BYTES, fitting
-from marble.kernels.cute.forward_sm90 import ForwardConfig
+from marble.kernels.cute.forward_config import ForwardConfig
 
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
