@@ -30,11 +30,11 @@ PLACES = 3
 ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
 """What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
 
-MASK_WARPS = 2
-"""Each for the rows of one computing warpgroup."""
-
 FIELDS = 16
 """Room for that."""
+
+MASK_WARPS = 2
+"""Each for the rows of one computing warpgroup."""
 
 
 @dataclass(frozen=True)

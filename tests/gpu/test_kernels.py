@@ -114,6 +114,20 @@ def forward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tupl
     return out, lse
 
 
+def carried(backend: Backend, x: Inputs, calls: list[Work], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `forward`, of several calls over all keys, with NaN-poisoned state."""
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    rows, heads, head_dim = x.q.shape
+    state = State.empty(heads, rows, head_dim, sums, "cuda")
+    out, lse = torch.empty_like(x.q, dtype=dtype), torch.empty(heads, rows, dtype=sums, device="cuda")
+    for tensor in (state.acc, state.m, state.l, out, lse):
+        tensor.fill_(torch.nan)
+    for call in calls:
+        args = (t.to(dtype) for t in (x.q, x.k, x.v))
+        backend.forward(*args, call, state, out, lse, scale=x.scale)
+    return out, lse
+
+
 def backward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, added to ones, against the float64 output."""
     exact, lse = forward(REFERENCE, x, work, torch.float64)
@@ -240,25 +254,19 @@ def test_dense_sequences(cute: Backend, head_dim: int, band: Band) -> None:
     cu_q, cu_k = torch.tensor([0, 0, 0, 1023, 1024, 1500]), torch.tensor([0, 0, 1, 2046, 2303, 2303])
     rest = {Band.CAUSAL: Band.REVERSE_CAUSAL, Band.REVERSE_CAUSAL: Band.CAUSAL}.get(band)
     touches = {band: BOTH} if rest is None else {band: Touch.FIRST, rest: Touch.LAST}
-    calls = [Varlen.from_cu_seqlens(cu_q, cu_k, *each) for each in touches.items()]
+    calls: list[Work] = [move(Varlen.from_cu_seqlens(cu_q, cu_k, *each), "cuda") for each in touches.items()]
     x = Inputs(1500, 2303, (4, 2), head_dim, torch.bfloat16)
     results = []
     for backend, dtype in ((cute, torch.bfloat16), (REFERENCE, torch.float64), (REFERENCE, torch.bfloat16)):
-        sums = torch.float64 if dtype == torch.float64 else torch.float32
-        state = State.empty(4, 1500, head_dim, sums, "cuda")
-        out, lse = torch.empty_like(x.q, dtype=dtype), torch.empty(4, 1500, dtype=sums, device="cuda")
-        for tensor in (state.acc, state.m, state.l, out, lse):
-            tensor.fill_(torch.nan)
-        for call in calls:
-            args = (t.to(dtype) for t in (x.q, x.k, x.v))
-            backend.forward(*args, move(call, "cuda"), state, out, lse, scale=x.scale)
+        out, lse = carried(backend, x, calls, dtype)
         dq, dk, dv = (
-            torch.zeros(n, rows, head_dim, dtype=sums, device="cuda") for n, rows in ((4, 1500), (2, 2303), (2, 2303))
+            torch.zeros(n, rows, head_dim, dtype=lse.dtype, device="cuda")
+            for n, rows in ((4, 1500), (2, 2303), (2, 2303))
         )
         delta = backend.delta(out, x.dout.to(dtype))
         for call in calls:
             args = (t.to(dtype) for t in (x.q, x.k, x.v, x.dout))
-            backend.backward(*args, lse, delta, move(call, "cuda"), dq, dk, dv, scale=x.scale)
+            backend.backward(*args, lse, delta, call, dq, dk, dv, scale=x.scale)
         results.append((out, dq, dk, dv))
     for ours, ref, rounded in zip(*results, strict=True):
         assert error(ours, ref) <= GATE * error(rounded, ref) + 1e-9
@@ -305,25 +313,16 @@ def test_thread_blocks_that_write_ragged_blocks_unit_after_unit(cute: Backend, h
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     rows = int(cu[-1])
     bands = {Band.CAUSAL: Touch.FIRST, Band.REVERSE_CAUSAL: Touch.LAST} if state else {Band.FULL: BOTH}
-    calls = [move(Varlen.from_cu_seqlens(cu, cu, *each), "cuda") for each in bands.items()]
+    calls: list[Work] = [move(Varlen.from_cu_seqlens(cu, cu, *each), "cuda") for each in bands.items()]
     x = Inputs(rows, rows, (32, 8), head_dim, torch.bfloat16)
 
-    def results(backend: Backend, dtype: torch.dtype) -> Tensor:
-        sums = torch.float64 if dtype == torch.float64 else torch.float32
-        carried = State.empty(32, rows, head_dim, sums, "cuda")
-        out, lse = torch.empty_like(x.q, dtype=dtype), torch.empty(32, rows, dtype=sums, device="cuda")
-        for tensor in (carried.acc, carried.m, carried.l, out, lse):
-            tensor.fill_(torch.nan)
-        for call in calls:
-            args = (t.to(dtype) for t in (x.q, x.k, x.v))
-            backend.forward(*args, call, carried if state else None, out, lse, scale=x.scale)
-        return out
+    def output(backend: Backend, dtype: torch.dtype) -> Tensor:
+        return (carried(backend, x, calls, dtype) if state else forward(backend, x, calls[0], dtype))[0]
 
-    first = results(cute, torch.bfloat16)
-    exact = results(REFERENCE, torch.float64)
-    assert error(first, exact) <= GATE * error(results(REFERENCE, torch.bfloat16), exact)
+    first, exact = output(cute, torch.bfloat16), output(REFERENCE, torch.float64)
+    assert error(first, exact) <= GATE * error(output(REFERENCE, torch.bfloat16), exact)
     for _ in range(5):
-        assert torch.equal(results(cute, torch.bfloat16), first)
+        assert torch.equal(output(cute, torch.bfloat16), first)
 
 
 def test_inputs_that_the_copy_engine_cannot_read(cute: Backend) -> None:
