@@ -98,13 +98,13 @@ class ForwardSm90:
         query_tile, out_tile = ((BLOCK, columns) for columns in (self.config.q_columns, self.out_columns))
         key_tile, written = (self.config.keys, self.head_dim), (OUT_ROWS, SWIZZLED)
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
-        layout_q, layout_k, layout_v = layout(query_tile), layout(key_tile, k_stages), layout(key_tile, v_stages)
+        layout_q, layout_k, layout_v = layout(query_tile, 1), layout(key_tile, k_stages), layout(key_tile, v_stages)
         layout_out = layout(out_tile, self.out_stages)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
         stage = cute.select(layout_k, mode=[0, 1])
-        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, layout_q, query_tile)
+        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_q, mode=[0, 1]), query_tile)
         atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, key_tile)
         atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, key_tile)
         atom_rest, tma_rest = None, None
@@ -190,14 +190,15 @@ class ForwardSm90:
             consumer_group=computing_warps,
             defer_sync=True,
         )
-        bytes_of = partial(cute.size_in_bytes, self.dtype)
-        keys_bytes = bytes_of(cute.select(layout_k, mode=[0, 1]))
+        query_bytes, rest_bytes, keys_bytes = (
+            cute.size_in_bytes(self.dtype, cute.select(x, mode=[0, 1])) for x in (layout_q, layout_out, layout_k)
+        )
         pipe_rest = None
         if const_expr(not self.whole_q):
             pipe_rest = tiles(
                 barrier_storage=storage.rest_bars.data_ptr(),
                 num_stages=self.out_stages,
-                tx_count=bytes_of(cute.select(layout_out, mode=[0, 1])),
+                tx_count=rest_bytes,
             )
         pipes = Pipes(
             words(
@@ -212,7 +213,7 @@ class ForwardSm90:
                 producer_group=masking_warps,
                 consumer_group=computing_warps,
             ),
-            tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1, tx_count=bytes_of(layout_q)),
+            tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1, tx_count=query_bytes),
             pipe_rest,
             tiles(barrier_storage=storage.k_bars.data_ptr(), num_stages=self.config.k_stages, tx_count=keys_bytes),
             tiles(barrier_storage=storage.v_bars.data_ptr(), num_stages=self.config.v_stages, tx_count=keys_bytes),
@@ -258,8 +259,7 @@ class ForwardSm90:
             row, rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, TOUCH))
             pipes.q.producer_acquire(q_state)
             tile = tile_at(tmas[0][None, None, head], row, 0, (BLOCK, self.config.q_columns))
-            load, _, _ = copy_utils.tma_get_copy_fn(atoms[0], 0, cute.make_layout(1), tile, shared.q, single_stage=True)
-            load(tma_bar_ptr=pipes.q.producer_get_barrier(q_state))
+            self.load_tile(atoms[0], tile, shared.q, pipes.q, q_state)
             q_state.advance()
             if touch & int(Touch.FIRST) == 0:
                 with cute.arch.elect_one():
@@ -575,7 +575,7 @@ class ForwardSm90:
     def take_query(self, tools):
         """What is kept of the query tile, from shared memory to registers."""
         copy = cute.make_tiled_copy_A(copy_utils.get_smem_load_atom(self.dtype), tools.mma_qk)
-        own = cute.local_tile(tools.shared.q, (STRIP, self.config.q_columns), (tools.which, 0))
+        own = cute.local_tile(tools.shared.q[None, None, 0], (STRIP, self.config.q_columns), (tools.which, 0))
         cute.copy(copy, copy.get_slice(afresh(tools.thread)).partition_S(own), copy.retile(tools.fragment_q))
 
     @cute.jit
