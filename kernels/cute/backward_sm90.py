@@ -558,21 +558,25 @@ class BackwardSm90(RegisterSums):
     def reduce_dq_in_turn(
         self, operands: Operands, atoms: Atoms, shared: Shared, lists: Lists, tile: Tile, open_turn: Int32
     ) -> Int32:
-        """As `reduce_dq`, when it is the tile's turn; that is left open. The last tile's turn, if open, is ended here.
+        """As `reduce_dq`, when it is the tile's turn; that is left open. The last tile's turn, if open, is ended here,
+        unless it is this one's too (ticket −1).
 
         So the way to the counter and back is covered by the end of the last tile's reductions, and one fence is behind
         both, for both turns.
         """
         groups, threads = self.config.groups, GROUP + 32
-        counter = lists.order.served.iterator + tile.counter
-        reached = load_counter(counter)
+        counter, own = lists.order.served.iterator + tile.counter, tile.ticket >= 0
+        reached = Int32(0)
+        if own:
+            reached = load_counter(counter)
         for group in cutlass.range_constexpr(groups):
             cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
             cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
-        serving.end_copies(lists, open_turn)
-        if reached < tile.ticket:
-            serving.await_turn(counter, tile.ticket, reached)
-        serving.before_copies()
+        if own:
+            serving.end_copies(lists, open_turn)
+            if reached < tile.ticket:
+                serving.await_turn(counter, tile.ticket, reached)
+            serving.before_copies()
         self._copy_dq(operands, atoms, shared, tile)
         return tile.counter
 

@@ -10,6 +10,10 @@ for one that is not running. Which order that is decides how long units wait. Al
 time, so they should meet each query block in this order by themselves: query blocks are walked from the first to the
 last, and a unit whose walk begins further down comes first, because it meets a block that both walk early in its walk.
 Behind that come those with fewer tiles, which are sooner with the next query head.
+
+A turn costs a handover, and a query block has one for each of its tiles, so that the next unit can follow at once. But
+units whose walks begin with the same block, as in full attention, queue up there and stay a queue, which advances by
+handovers. Where they are most of those that add to a block, its tiles share a turn.
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ class Ordered:
         lists: the list. Every tile is an entry of ``parts``, full ones too (with slot `FULL_TILE`), by inner row in
             each item; ``runs`` is empty.
         tickets: int32 [tiles, 2], item by item, and for each the tiles in the order of its walk with one head: the
-            number of the query tile, and how many units add to it before this one.
+            number of the query tile, and how many units add to it before this one. −1 if the tile belongs to the turn
+            of the tile before it, whose number it has.
         units: int32 [items, 3]: the number of the counter of the item's key rows; its ticket there, −1 if no other item
             adds to any of these rows; and where its tickets begin.
         numbers: how many numbers query tiles have.
@@ -84,8 +89,12 @@ def _order(work: WorkList, halves: int) -> Ordered:
     fields[:, 2], fields[:, 3], fields[:, 4:7] = count.cumsum(0) - count, count, 0
     lists = WorkList(fields, work.sections, entries.int(), work.runs[:0].clone(), work.ranges, work.bits)
     first, block = _query_blocks(entries)
-    number = (block[:, None] * halves + torch.arange(halves, device=device)).flatten()
-    tickets = torch.stack([number, _counted(number)], 1)
+    half, shared = torch.arange(halves, device=device), _queued(owner, block)
+    number = torch.where(shared[block, None], block[:, None] * halves, block[:, None] * halves + half).flatten()
+    leads = (~shared[block, None] | (half == 0)).flatten()
+    ticket = torch.full_like(number, -1)
+    ticket[leads] = _counted(number[leads])
+    tickets = torch.stack([number, ticket], 1)
     keys, counters = _key_tickets(fields)
     units = torch.cat([keys, (halves * (count.cumsum(0) - count)).unsqueeze(1)], 1)
     return Ordered(lists, tickets.int(), units.int(), len(first) * halves, counters)
@@ -148,6 +157,21 @@ def _query_blocks(entries: Tensor) -> tuple[Tensor, Tensor]:
             f"over tiles have no order"
         )
     return first, block
+
+
+def _queued(owner: Tensor, block: Tensor) -> Tensor:
+    """For each query block whether most items that add to it begin with a block that others begin with, bool [blocks].
+
+    Args:
+        owner: the item of each entry, in ascending order.
+        block: the query block of each entry, in the order of the item's walk.
+    """
+    begins = torch.ones_like(owner, dtype=torch.bool)
+    begins[1:] = owner.diff() > 0
+    _, which, together = torch.unique(block[begins], return_inverse=True, return_counts=True)
+    in_queue = (together[which] > 1)[begins.cumsum(0) - 1]
+    adders = torch.bincount(block)
+    return 2 * torch.bincount(block[in_queue], minlength=len(adders)) > adders
 
 
 def _key_tickets(items: Tensor) -> tuple[Tensor, int]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sequences import bounds_of
 
 import marble
-from marble import AttentionShape, Layout
+from marble import AttentionShape, Layout, Span
 from marble.kernels.contract import Band, Tiles, Touch, Varlen
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import BLOCK, FULL_TILE, WorkList, lower
@@ -40,9 +40,9 @@ def visited(work: WorkList) -> Counter[tuple[int, ...]]:
 
 
 class Unit(NamedTuple):
-    """What a unit adds, in its order: the counter and ticket of each of its tiles, then of its keys (or None)."""
+    """What a unit adds, in its order: the counter and ticket of each of its turns, then of its keys (or None)."""
 
-    tiles: list[tuple[tuple[int, int], int]]
+    turns: list[tuple[tuple[int, int], int]]
     keys: tuple[tuple[int, int], int] | None
     rows: range
     heads: int
@@ -63,7 +63,14 @@ def units(order: Ordered, halves: int, heads: int, kv_heads: int, few: int, whol
                 assert runs == full == 0
                 counter, ticket, place = table[item]
                 own = tickets[place : place + count * halves]
-                assert [number % halves for number, _ in own] == list(range(halves)) * count
+                for start in range(0, len(own), halves):
+                    (number, _), *others = own[start : start + halves]
+                    assert number % halves == 0
+                    assert others in (
+                        [[number, -1]] * (halves - 1),
+                        [[number + i, own[start + i][1]] for i in range(1, halves)],
+                    )
+                own = [each for each in own if each[1] >= 0]
                 each = group if done < whole * kv_heads else few
                 done += 1
                 for member in range(0, group, each):
@@ -71,8 +78,8 @@ def units(order: Ordered, halves: int, heads: int, kv_heads: int, few: int, whol
                     if ticket >= 0 or each < group:
                         turn = (kv_head, counter), max(ticket, 0) * group + member
                     begin = kv_head * group + member
-                    tiles = [((head, number), mine) for head in range(begin, begin + each) for number, mine in own]
-                    yield Unit(tiles, turn, range(row, row + rows), each)
+                    turns = [((head, number), mine) for head in range(begin, begin + each) for number, mine in own]
+                    yield Unit(turns, turn, range(row, row + rows), each)
         at += size
 
 
@@ -88,10 +95,10 @@ def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, few: i
     keys: dict[tuple[int, int], int] = defaultdict(int)
     adders: dict[tuple[int, int], set[object]] = defaultdict(set)
     for number, unit in enumerate(units(order, halves, heads, kv_heads, few, whole)):
-        for counter, ticket in unit.tiles:
+        for counter, ticket in unit.turns:
             assert ticket == counted[counter]
             counted[counter] += 1
-        head = unit.tiles[0][0][0] // (heads // kv_heads)
+        head = unit.turns[0][0][0] // (heads // kv_heads)
         for row in unit.rows:
             adders[head, row].add(unit.keys[0] if unit.keys else number)
         if unit.keys:
@@ -123,7 +130,7 @@ def waits(some: Sequence[Unit], blocks: int, seed: int) -> int:
         moved = False
         for block in chance.sample(sorted(at), chance.randint(1, len(at))) if chance.random() < 0.9 else sorted(at):
             unit, step = at[block]
-            adds = [("dq", *add) for add in unit.tiles] + ([("keys", *unit.keys)] if unit.keys else [])
+            adds = [("dq", *add) for add in unit.turns] + ([("keys", *unit.keys)] if unit.keys else [])
             kind, counter, ticket = adds[step]
             if served[kind, counter] < ticket:
                 held += 1
@@ -137,12 +144,12 @@ def waits(some: Sequence[Unit], blocks: int, seed: int) -> int:
             stuck = [
                 unit
                 for unit, step in at.values()
-                if step < len(unit.tiles) and served["dq", unit.tiles[step][0]] < unit.tiles[step][1]
+                if step < len(unit.turns) and served["dq", unit.turns[step][0]] < unit.turns[step][1]
             ]
             waiting_for_keys = [
                 unit
                 for unit, step in at.values()
-                if step == len(unit.tiles) and unit.keys and served["keys", unit.keys[0]] < unit.keys[1]
+                if step == len(unit.turns) and unit.keys and served["keys", unit.keys[0]] < unit.keys[1]
             ]
             assert len(stuck) + len(waiting_for_keys) < len(at), "all thread blocks wait"
 
@@ -236,6 +243,18 @@ def test_a_unit_begins_with_the_query_block_that_no_other_is_at() -> None:
     assert torch.equal(parts[items[:, 2].long(), 0], items[:, 0])
     first = order.tickets[order.units[:, 2].long(), 1]
     assert not first.any(), "so nobody waits to begin"
+
+
+def test_tiles_of_a_block_share_a_turn_where_units_queue_up() -> None:
+    """Three key blocks of an image begin with the same query block; those of a causal document do not."""
+    layout = Layout([[Span("full", 3 * BLOCK)], [Span("causal", 3 * BLOCK)]])
+    halves = HALVES[128]
+    order = check(lower(tiles_of(layout)).by_key, halves)
+    numbers, tickets = order.tickets.unbind(1)
+    image = numbers < 3 * halves
+    assert int(image.sum()) == 3 * 3 * halves
+    assert (tickets[image].view(-1, halves)[:, 1:] == -1).all()
+    assert (tickets[~image] >= 0).all()
 
 
 def test_nothing_visible() -> None:
