@@ -215,8 +215,8 @@ class Backend(Protocol):
 
     name: str
 
-    writes_gradients: tuple[int, ...]
-    """Head dimensions at which `backward` can write gradients of 16-bit inputs rounded, instead of adding to sums."""
+    writes_gradients: bool
+    """Whether `backward` can write gradients of 16-bit inputs rounded, instead of adding to sums."""
 
     def prepare(self, works: Sequence[Work]) -> None:
         """Compute what the calls of a schedule need, all of it at once, so that the calls themselves need not.
@@ -265,9 +265,9 @@ class Backend(Protocol):
     ) -> None:
         """Add the gradients of the call's pairs to ``dq``, ``dk`` and ``dv``, against the final ``lse``.
 
-        A row with log-sum-exp −inf adds nothing. If this backend `writes_gradients` of the head dimension, any of the
-        three may be in the type of the inputs, and hold anything: it is written, all rows of it, and rounded once. That
-        is for a gradient that this call alone makes.
+        A row with log-sum-exp −inf adds nothing. If this backend `writes_gradients`, any of the three may be in the
+        type of the inputs, and hold anything: it is written, all rows of it, and rounded once. That is for a gradient
+        that this call alone makes.
         """
         ...
 

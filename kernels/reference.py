@@ -21,7 +21,7 @@ class ReferenceBackend:
     """`marble.kernels.contract.Backend` in PyTorch."""
 
     name = "reference"
-    writes_gradients: tuple[int, ...] = ()
+    writes_gradients = False
 
     def prepare(self, works: Sequence[Work]) -> None:
         """See `Backend.prepare`. Every call reads its tiles as they are."""

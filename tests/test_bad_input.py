@@ -25,7 +25,7 @@ class Untouchable:
     """A backend that must not be reached."""
 
     name = "untouchable"
-    writes_gradients = ()
+    writes_gradients = False
 
     def prepare(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("reached a kernel")

@@ -109,7 +109,7 @@ class Ours:
         self.out = torch.empty_like(inputs.q)
         self.lse = torch.empty(heads, rows, dtype=sums, device=device)
         self.rounded = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
-        self.adds = len(works) > 1 or head_dim not in backend.writes_gradients
+        self.adds = len(works) > 1 or not backend.writes_gradients
         self.sums = [torch.empty_like(x, dtype=sums) for x in self.rounded] if self.adds else self.rounded
         self.delta = torch.empty(0)
 

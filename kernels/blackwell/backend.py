@@ -49,7 +49,7 @@ class BlackwellBackend:
     """
 
     name = "blackwell"
-    writes_gradients: tuple[int, ...] = ()
+    writes_gradients = False
 
     def __init__(self, kernels: Kernels = SM100) -> None:
         self.kernels = kernels

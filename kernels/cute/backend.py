@@ -9,6 +9,7 @@ from torch import Tensor
 
 from marble.kernels.contract import State, Varlen, Work
 from marble.kernels.cute import backward, forward_sm90
+from marble.kernels.cute.backward_config import whole_units
 from marble.kernels.cute.backward_split_sm90 import SplitConfig
 from marble.kernels.cute.binding import expect, readable
 from marble.kernels.cute.delta import run_delta
@@ -31,7 +32,7 @@ class CuteBackend:
     """
 
     name = "cute"
-    writes_gradients: tuple[int, ...] = SplitConfig.head_dims
+    writes_gradients = True
 
     def __init__(self, multiprocessors: Callable[[torch.device], int], deterministic: bool | None = None) -> None:
         self.multiprocessors = multiprocessors
@@ -92,24 +93,28 @@ class CuteBackend:
             ValueError: of a deterministic call, if two of its sequences share query rows, which `Varlen` forbids.
         """
         expect(self.name, q, scale, HEAD_DIMS)
-        lists, made = lower(work), [x for x in (dq, dk, dv) if x.dtype == q.dtype]
-        if made and isinstance(work, Varlen):  # whose sequences may share keys
-            sums = [torch.zeros_like(x, dtype=torch.float32) if x.dtype == q.dtype else x for x in (dq, dk, dv)]
-            self.backward(q, k, v, dout, lse, delta, work, *sums, scale=scale)
-            for x, total in zip((dq, dk, dv), sums, strict=True):
-                x.copy_(total)
-            return
-        for x in made:
-            # Rows that have no pairs are in no list. All blocks of queries are known, but not what lies between keys'.
-            if x is not dq or len(lists.by_query.items) < len(work.touch):
-                x.zero_()
-        if not len(lists.by_key.items):
-            return
-        q, k, v, dout = readable(q), readable(k), readable(v), readable(dout)
-        sms = self.multiprocessors(q.device)
-        if q.shape[2] in self.writes_gradients:
-            backward.run_passes(q, k, v, dout, lse, delta, lists, dq, dk, dv, scale, sms)
+        lists, gradients, sms = lower(work), (dq, dk, dv), self.multiprocessors(q.device)
+        split = q.shape[2] in SplitConfig.head_dims
+        if isinstance(work, Varlen):  # whose sequences may share keys
+            written = [False, False, False]
+        elif split:
+            written = [x.dtype == q.dtype for x in gradients]
         else:
-            backward.run_backward(
-                q, k, v, dout, lse, delta, lists.by_key, dq, dk, dv, scale, sms, deterministic=self.deterministic
-            )
+            many = whole_units(len(lists.by_key.items), k.shape[1], sms) and not self.deterministic
+            written = [False, *(2 * [many and dk.dtype == dv.dtype == q.dtype])]
+        targets = []
+        for x, writes in zip(gradients, written, strict=True):
+            # Rows that have no pairs are in no list. All blocks of queries are known, but not what lies between keys'.
+            if writes and (x is not dq or len(lists.by_query.items) < len(work.touch)):
+                x.zero_()
+            sums = x.dtype == q.dtype and not writes
+            targets.append(torch.zeros_like(x, dtype=torch.float32) if sums else x)
+        if len(lists.by_key.items):
+            inputs = (readable(q), readable(k), readable(v), readable(dout), lse, delta)
+            if split:
+                backward.run_passes(*inputs, lists, *targets, scale, sms)
+            else:
+                backward.run_backward(*inputs, lists.by_key, *targets, scale, sms, deterministic=self.deterministic)
+        for x, total in zip(gradients, targets, strict=True):
+            if x is not total:
+                x.copy_(total)

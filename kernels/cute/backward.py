@@ -18,19 +18,20 @@ from marble.kernels.cute.worklist import WorkList, WorkLists
 
 
 @lru_cache
-def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> Any:
+def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = False, rounds: bool = False) -> Any:
     """The backward kernel for every size, stride, scale and mask. Needs no GPU; compiled once per process."""
     kind, sym = ELEMENTS[dtype], cute.sym_int
+    key_gradient = kind if rounds else Float32
     queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
     return cute.compile(
-        BackwardSm90(kind, BackwardConfig(head_dim, deterministic)),
+        BackwardSm90(kind, BackwardConfig(head_dim, deterministic, rounds)),
         *(fake(kind, *shape) for shape in (query, key, key, query)),
         *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
         Gradients(
             dq=fake(Float32, heads, queries, head_dim),
-            dk=fake(Float32, kv_heads, keys, head_dim),
-            dv=fake(Float32, kv_heads, keys, head_dim),
+            dk=fake(key_gradient, kv_heads, keys, head_dim),
+            dv=fake(key_gradient, kv_heads, keys, head_dim),
         ),
         fake_lists(deterministic),
         Int32(1),
@@ -85,6 +86,9 @@ def run_backward(
 ) -> None:
     """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
 
+    If dk and dv are in the type of the inputs, the rows of listed blocks are written and the others left as they are;
+    for that all units must be whole (`whole_units`), and sums have no order.
+
     Args:
         work: the list.
         sms: thread blocks at most.
@@ -94,10 +98,12 @@ def run_backward(
     The others are those of `Backend.backward`.
 
     Raises:
-        ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`).
+        ValueError: if sums over the list's tiles have no order (see `marble.kernels.cute.tickets.ordered`), or should
+            have one though dk and dv are to be written.
     """
     heads, head_dim = q.shape[1:]
-    kv_heads, config = k.shape[1], BackwardConfig(head_dim, deterministic)
+    kv_heads, rounds = k.shape[1], dk.dtype == q.dtype
+    config = BackwardConfig(head_dim, deterministic, rounds)
     items, group = work.items.shape[0], heads // kv_heads
     if deterministic:
         order = ordered(work, config.halves)
@@ -105,10 +111,12 @@ def run_backward(
         lists = lists_of(order.lists, tickets)
     else:
         lists = lists_of(work)
-    whole, few = plan_units(items, kv_heads, group, sms) if units is None else units
+    if units is None:
+        units = (items, 1) if rounds else plan_units(items, kv_heads, group, sms)
+    whole, few = units
     counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
-    kernel = compile_backward(q.dtype, head_dim, deterministic)
+    kernel = compile_backward(q.dtype, head_dim, deterministic, rounds)
     kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, whole, few, counter, scale, grid)
 
 

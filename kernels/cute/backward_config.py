@@ -29,6 +29,8 @@ class BackwardConfig:
     Attributes:
         head_dim: 64 or 128.
         deterministic: whether sums have an order (`marble.kernels.cute.tickets`).
+        rounds: whether dK and dV are written in the type of the inputs, instead of added to in float32. All units must
+            have all query heads then.
         tile_n: key rows of a tile and of a unit.
         groups: math warpgroups.
         threads: of a thread block.
@@ -42,6 +44,7 @@ class BackwardConfig:
 
     head_dim: int
     deterministic: bool = False
+    rounds: bool = False
 
     head_dims: ClassVar[tuple[int, ...]] = (64, 128)
     tile_n: ClassVar[int] = BLOCK
@@ -57,6 +60,8 @@ class BackwardConfig:
     def __post_init__(self) -> None:
         if self.head_dim not in self.head_dims:
             raise ValueError(f"head_dim: {self.head_dim} is not one of {self.head_dims}")
+        if self.deterministic and self.rounds:
+            raise ValueError("rounds: units add to the same keys by turns, so that sums are deterministic")
 
     @property
     def tile_m(self) -> int:
@@ -95,7 +100,7 @@ class BackwardConfig:
 
 @mlir_namedtuple
 class Gradients(NamedTuple):
-    """What the kernel adds to: float32 [heads, rows, head_dim]."""
+    """What the kernel adds to: float32 [heads, rows, head_dim]; or writes, dK and dV in the type of the inputs."""
 
     dq: cute.Tensor
     dk: cute.Tensor
@@ -258,6 +263,16 @@ def plan_units(items: int, kv_heads: int, group: int, sms: int) -> tuple[int, in
     sizes = [few for few in range(1, group + 1) if group % few == 0]
     enough = [few for few in sizes if items * kv_heads * (group // few) >= ENOUGH_UNITS * sms]
     return 0, max(enough, default=1)
+
+
+WHOLE_UNITS = 24
+"""Units of all query heads, for each multiprocessor, that are even enough for none to be split."""
+
+
+def whole_units(items: int, kv_heads: int, sms: int) -> bool:
+    """Whether there are so many units of all query heads that splitting the last ones gains less than 2 %: then each
+    key row may have one writer."""
+    return items * kv_heads >= WHOLE_UNITS * sms
 
 
 class Field(IntEnum):

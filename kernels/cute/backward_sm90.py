@@ -633,11 +633,12 @@ class BackwardSm90(RegisterSums):
                     tile += 1
                 gradient(*first(tile), tile, tiles == 1, last=True)
             tile += 1
-            place = partial(self._keys, shared, turn)
+            place = partial(self._own_rows, shared, turn)
             if const_expr(self.config.deterministic):
                 serving.await_key_turn(lists, shared, turn, BARRIER_KEYS)
-            self._add(acc_dv, dv, math_thread(), place, 1.0)
-            self._add(acc_dk, dk, math_thread(), place, self._last(scale))
+            leave = self._write if const_expr(self.config.rounds) else self._add
+            leave(acc_dv, dv, place, 1.0)
+            leave(acc_dk, dk, place, self._last(scale))
             if const_expr(self.config.deterministic):
                 serving.end_key_turn(lists, shared, turn, BARRIER_KEYS)
             self._leave_unit(pipes, turn)
@@ -878,7 +879,8 @@ class BackwardSm90(RegisterSums):
                     x, y = (acc[odd_index + c] if odd else acc[even_index + c] for c in (0, 1))
                     store_pair(place + 4 * 32 * (box * 64 + r * 8), x * scale, y * scale)
 
-    def _keys(self, shared: Shared, turn: Int32) -> tuple[Int32, ...]:
-        """The place of a unit's keys, for `_add`."""
-        fields = (Field.KV_HEAD, Field.KEY_ROW, Field.KEY_ROWS)
-        return tuple(self._field(shared, turn, field) for field in fields)
+    def _own_rows(self, shared: Shared, turn: Int32) -> tuple[Int32, ...]:
+        """The place of this group's keys of a unit, for `_add` and `_write`."""
+        head, row, rows = (self._field(shared, turn, field) for field in (Field.KV_HEAD, Field.KEY_ROW, Field.KEY_ROWS))
+        down = 64 * (math_thread() >> 7)
+        return head, row + down, rows - down

@@ -92,7 +92,6 @@ class SplitConfig(BackwardConfig):
     """
 
     gradient: str = field(kw_only=True)
-    rounds: bool = field(default=False, kw_only=True)
 
     head_dims: ClassVar[tuple[int, ...]] = (256,)
     q_stages: ClassVar[int] = 2  # of x, be they queries or keys

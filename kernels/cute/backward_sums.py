@@ -14,11 +14,12 @@ class RegisterSums:
     """What the backward kernels have in common of it. Accumulators are those of products with 64 rows."""
 
     @cute.jit
-    def _add(self, acc: cute.Tensor, target: cute.Tensor, thread: Int32, place: Any, factor: Float32 | float) -> None:
+    def _add(self, acc: cute.Tensor, target: cute.Tensor, place: Any, factor: Float32 | float) -> None:
         """Add this thread's two rows of an accumulator to a gradient, as far as they belong to the block.
 
-        ``place`` tells head, first row, and rows from there to the end of the block.
+        ``place`` tells head, first row of the group, and rows from there to the end of the block.
         """
+        thread = math_thread() & (GROUP - 1)
         lane = thread % 32
         for r in cutlass.range_constexpr(2):
             row = thread // 32 * 16 + lane // 4 + 8 * r

@@ -216,7 +216,7 @@ def backward(
         backend writes it. With ``reserve``, those in the accumulation type may lie in the memory that it gave.
     """
     given = {"q": q, "dout": dout, "lse": lse, "delta": backend.delta(out, dout)}
-    rounds = accumulation_dtype(q.dtype) != q.dtype and q.shape[2] in backend.writes_gradients
+    rounds = accumulation_dtype(q.dtype) != q.dtype and backend.writes_gradients
     written = schedule.backward.made_at_once if rounds else frozenset()
     memory = Memory(schedule.backward, q, (k, v), given, reserve, written)
 

@@ -185,13 +185,25 @@ def test_one_call(cute: Backend, call: str, head_dim: int, dtype: torch.dtype, h
 
 
 @pytest.mark.parametrize("call", [*CALLS, "dense", "nothing"])
-@each_dtype
-@each_heads
-def test_gradients_that_are_written(cute: Backend, call: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
-    """Over NaN, the bits of sums that are rounded, in rows without pairs too."""
+@pytest.mark.parametrize(("head_dim", "many"), [(64, True), (128, False), (128, True), (256, False)])
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.bfloat16, (2, 2)), (torch.bfloat16, (6, 2)), (torch.float16, (4, 1))]
+)
+def test_gradients_that_are_written(
+    cute: Backend,
+    call: str,
+    many: bool,
+    head_dim: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over NaN, sums that are rounded, in rows without pairs too; by kernels also where units are few, as if there
+    were ``many``. The same bits where sums have one order."""
     if not cute.writes_gradients:
         pytest.skip("this backend only adds")
-    (head_dim,) = cute.writes_gradients
+    if many:
+        monkeypatch.setattr("marble.kernels.cute.backward_config.WHOLE_UNITS", 0)
     if call == "dense":
         tiles: Work = Varlen.from_cu_seqlens(
             torch.tensor([0, 0, 300, 1001]), torch.tensor([0, 40, 40, 900]), Band.CAUSAL, BOTH
@@ -213,8 +225,12 @@ def test_gradients_that_are_written(cute: Backend, call: str, dtype: torch.dtype
     for made in (sums, written, mixed):
         cute.backward(x.q, x.k, x.v, x.dout, lse, delta, work, *(t.transpose(0, 1) for t in made), scale=x.scale)
     for total, one, other in zip(sums, written, mixed, strict=True):
-        assert torch.equal(total.to(dtype), one)
-        assert torch.equal(total.to(dtype), other.to(dtype))
+        assert one.dtype == dtype
+        for made in (one, other.to(dtype)):
+            if head_dim == 256:
+                assert torch.equal(total.to(dtype), made)
+            else:
+                torch.testing.assert_close(made.float(), total, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 @each_dim

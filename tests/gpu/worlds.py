@@ -47,7 +47,7 @@ class Nothing:
     """A backend that computes nothing: what is left of a layer is its transfers."""
 
     name = "nothing"
-    writes_gradients = ()
+    writes_gradients = False
 
     def prepare(self, works: Any) -> None:
         pass

@@ -23,19 +23,20 @@ COMPILE = {
     "backward": "backward.compile_backward({})",
     "delta": "delta.compile_delta({})",
     "deterministic": "backward.compile_backward({}, deterministic=True)",
+    "written": "backward.compile_backward({}, rounds=True)",
 } | {gradient: f"backward.compile_pass({{}}, '{gradient}')" for gradient in PASSES}
 CONFIGURATIONS = [
     (kind, dtype, dim)
     for kind, dtype, dim in product(COMPILE, ("bfloat16", "float16"), (64, 128, 256))
     # A pass is for 256, where it replaces the other backward kernel. Of what differs from another kernel by a few
     # instructions, one type is enough to see them.
-    if (kind in PASSES) <= (dim == 256) and (dim == 256) <= (kind not in ("backward", "deterministic"))
-    if dtype == "bfloat16" or kind not in ("delta", "deterministic")
+    if (kind in PASSES) <= (dim == 256) and (dim == 256) <= (kind not in ("backward", "deterministic", "written"))
+    if dtype == "bfloat16" or kind not in ("delta", "deterministic", "written")
 ]
 
 
 def test_few_configurations_ship() -> None:
-    assert len(CONFIGURATIONS) <= 21
+    assert len(CONFIGURATIONS) <= 23
 
 
 @pytest.mark.parametrize("bytes_over", [0, 1])
@@ -78,6 +79,11 @@ CONFIGS = [
 def test_backward_registers_are_those_of_a_multiprocessor(config: BackwardConfig) -> None:
     total = config.load_registers + config.groups * config.math_registers
     assert total <= config.threads // 128 * (64 * 1024 // config.threads // 8 * 8)
+
+
+def test_gradients_that_are_written_have_no_turns() -> None:
+    with pytest.raises(ValueError, match="rounds: units add to the same keys by turns"):
+        BackwardConfig(128, deterministic=True, rounds=True)
 
 
 @pytest.mark.parametrize(("wrong", "message"), [((128, "dq"), "head_dim: 128"), ((256, "do"), "gradient: 'do'")])
