@@ -127,7 +127,11 @@ class Pipes(NamedTuple):
     i. The loading warp brings those keys behind the values of part i − 1 or, in the next unit, of part i, for which it
     needs the place of part i − 2: that is free. With a second part skipped in a row, the last of a unit, the values of
     part i + 1 would come before the keys, and need the place that the warpgroup holds: both would wait for ever. So it
-    skips one part in a row. It never skips a unit's first, with which its state and its accumulator begin.
+    skips one part of a unit in a row.
+
+    If that is the unit's first, it computes the second in its stead, which is always one of the same tile, and hands
+    back the first's values before it awaits further keys. The part before may be skipped too, as the last of its unit:
+    keys of two parts follow each other between units, so that the loading warp waits for no place in between.
     """
 
     unit: pipeline.PipelineAsync

@@ -342,8 +342,7 @@ class ForwardSm90:
 
     @cute.jit
     def rows_from(self, parts, first, count):
-        """Of up to 32 partial tiles, one per lane, the first row and, if halves of them are skipped, the quarters that
-        have pairs."""
+        """First row and, where parts are skipped, quarters with pairs of up to 32 partial tiles, one per lane."""
         row, seen = self.parts_from(parts, first, count, 0), Int32(0)
         if const_expr(self.splits > 1):
             seen = self.parts_from(parts, first, count, 3)
@@ -451,6 +450,7 @@ class ForwardSm90:
         tools = SimpleNamespace(
             softmax=softmax,
             norm=cute.make_rmem_tensor(2, Float32),
+            begin=cute.make_rmem_tensor(1, Int32) if const_expr(self.splits > 1) else None,
             acc_O=acc_O,
             fragment_q=fragment_q,
             fragment_p=fragment_p,
@@ -475,6 +475,8 @@ class ForwardSm90:
         q_state = self.leave_query(tools, q_state)
         if const_expr(not self.whole_q):
             pipes.rest.consumer_wait(rest_state)
+        if const_expr(self.splits > 1):
+            k_state = self.pass_first(tools, k_state, shared.unit[PARTS, unit.index])
         pipes.k.consumer_wait(k_state)
         scores(k_state.index, rest_state.index)
         warpgroup.wait_group(0)
@@ -485,7 +487,7 @@ class ForwardSm90:
             release(pipes.k, k_state)
             k_state.advance()
             if parts > 0:
-                own, bits = self.take_bits(tools, bits, Int32(0))
+                own, bits = self.take_bits(tools, bits, Int32(self.first_part(tools)))
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
             softmax.lead()
@@ -495,14 +497,17 @@ class ForwardSm90:
                 if written:
                     self.leave_rest(pipes, written_rest)
             skipped = Boolean(False)
-            for i in cutlass.range(1, self.splits * parts, unroll=1):
+            if const_expr(self.splits > 1):
+                k_state, v_state = self.make_up_first(tools, k_state, v_state)
+            for i in cutlass.range(self.first_part(tools) + 1, self.splits * parts, unroll=1):
                 split = i % self.splits
-                self.await_keys(pipes, k_state)
+                pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
                 if const_expr(self.splits > 1):
                     if skipped | self.sees(tools, k_state):
                         k_state, v_state, bits = step(k_state, v_state, rest_state, bits, split, begun, masked=True)
                         begun = Boolean(True)
-                        v_state, skipped = self.make_up(pipes, v_state, skipped)
+                        v_state = self.make_up(pipes, v_state, skipped)
+                        skipped = Boolean(False)
                     else:
                         k_state, bits = self.skip(pipes, k_state, bits, split)
                         skipped = Boolean(True)
@@ -511,11 +516,12 @@ class ForwardSm90:
                     begun = Boolean(True)
             steps = self.splits * full - (1 if parts == 0 else 0)
             for _ in cutlass.range(steps, unroll=1):
-                self.await_keys(pipes, k_state)
+                pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
                 k_state, v_state, bits = step(k_state, v_state, rest_state, bits, Int32(0), begun, masked=False)
                 begun = Boolean(True)
                 if const_expr(self.splits > 1):
-                    v_state, skipped = self.make_up(pipes, v_state, skipped)
+                    v_state = self.make_up(pipes, v_state, skipped)
+                    skipped = Boolean(False)
 
             pipes.q.consumer_wait(q_state)
             self.take_query(tools)
@@ -528,6 +534,8 @@ class ForwardSm90:
             done = unit.clone()
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
+            if const_expr(self.splits > 1):
+                k_state = self.pass_first(tools, k_state, parts)
             if parts + full > 0:
                 if const_expr(not self.whole_q):
                     pipes.rest.consumer_wait(rest_state)
@@ -544,7 +552,7 @@ class ForwardSm90:
                 self.leave_accumulator(tools, carried, output, done.index, written_rest.index)
             v_state.advance()
             if const_expr(self.splits > 1):
-                v_state, skipped = self.make_up(pipes, v_state, skipped)
+                v_state = self.make_up(pipes, v_state, skipped)
             cute.arch.sync_warp()
             release(pipes.unit, done)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
@@ -591,13 +599,26 @@ class ForwardSm90:
         return k_state, v_state, bits
 
     @cute.jit
-    def await_keys(self, pipes, state):
-        pipes.k.consumer_wait(state, pipes.k.consumer_try_wait(state))
-
-    @cute.jit
     def sees(self, tools, state):
         """Whether rows of this warpgroup have pairs in a part of a partial tile, whose keys are there."""
         return tools.shared.seen[state.index] >> 2 * tools.which & 1 != 0
+
+    def first_part(self, tools):
+        """The part with which this warpgroup begins a unit, 0 or 1."""
+        return 0 if self.splits == 1 else tools.begin[0]
+
+    @cute.jit
+    def pass_first(self, tools, state, parts):
+        """Skip a unit's first part, if it is one of a partial tile and has no pairs for this warpgroup."""
+        skipped = Boolean(False)
+        if parts > 0:
+            tools.pipes.k.consumer_wait(state)
+            skipped = not self.sees(tools, state)
+        if skipped:
+            release(tools.pipes.k, state)
+            state.advance()
+        tools.begin[0] = Int32(skipped)
+        return state
 
     @cute.jit
     def skip(self, pipes, k_state, bits, split):
@@ -612,13 +633,19 @@ class ForwardSm90:
         return k_state, bits
 
     @cute.jit
+    def make_up_first(self, tools, k_state, v_state):
+        """Hand back the values of a unit's first part, if it was skipped. The keys' state passes through, because a
+        loop's registers follow the order in which it assigns variables, also in kernels that never skip."""
+        return k_state, self.make_up(tools.pipes, v_state, tools.begin[0] > 0)
+
+    @cute.jit
     def make_up(self, pipes, state, skipped):
         """Hand back the values of a part that was ``skipped``, behind those of the part before it."""
         if skipped:
             pipes.v.consumer_wait(state)
             release(pipes.v, state)
             state.advance()
-        return state, Boolean(False)
+        return state
 
     @cute.jit
     def take_bits(self, tools, state, split):
