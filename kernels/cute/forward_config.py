@@ -95,7 +95,8 @@ class Carried(NamedTuple):
 class Shared(NamedTuple):
     """Views of shared memory. Outputs pass through ``out`` [rows, columns written at a time, stage], which is the place
     of the ``rest`` of their query tile, if it has one. ``bits`` holds the predicate of a partial tile, ``unit`` the
-    fields of the last units, in turn."""
+    fields of the last units, in turn. If a tile of the lists is computed in two parts, ``seen`` says of the part of a
+    partial tile in a key stage which warpgroups have pairs there: bit 2 · warpgroup."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -104,6 +105,7 @@ class Shared(NamedTuple):
     out: cute.Tensor
     bits: cute.Tensor
     unit: cute.Tensor
+    seen: cute.Tensor
 
 
 class Pipes(NamedTuple):
@@ -117,6 +119,19 @@ class Pipes(NamedTuple):
     registers, and the rest of it when the unit's output, which passes through its place, has been read from there.
     Every unit comes with its query tile, except the one that says stop.
     ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
+
+    A warpgroup may skip a part of a partial tile in which its rows have no pairs. It waits for all that it hands back,
+    so that no arrival counts for the stage's last use or the copy engine's next: the keys and, with a tile's last part,
+    the predicate at once, but the values behind those of the part before it, which it has yet to weigh beside the next
+    scores. Until then it holds the values of part i − 1 while it awaits the keys of part i + 1, if it has skipped part
+    i. The loading warp brings those keys behind the values of part i − 1 or, in the next unit, of part i, for which it
+    needs the place of part i − 2: that is free. With a second part skipped in a row, the last of a unit, the values of
+    part i + 1 would come before the keys, and need the place that the warpgroup holds: both would wait for ever. So it
+    skips one part of a unit in a row.
+
+    If that is the unit's first, it computes the second in its stead, which is always one of the same tile, and hands
+    back the first's values before it awaits further keys. The part before may be skipped too, as the last of its unit:
+    keys of two parts follow each other between units, so that the loading warp waits for no place in between.
     """
 
     unit: pipeline.PipelineAsync

@@ -3,7 +3,7 @@
 One thread block stays on each multiprocessor and takes one unit of work, a query block and a head, after the other. Of
 the first warpgroup one warp deals, asking for units and loading their query tiles ahead of time, one loads keys and
 values, and two turn the predicates of partial tiles into bits; two warpgroups compute 64 query rows each and never look
-anything up.
+anything up. Where they compute tiles of the lists in two parts, they skip parts that have no pairs for their rows.
 
 Sources: FlashAttention-3 (Shah et al., 2024) for the overlap of softmax and matrix products inside and between
 warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Built on the helpers of flash-attn-4 and
@@ -138,6 +138,7 @@ class ForwardSm90:
             k_bars: cute.struct.MemRange[Int64, 2 * k_stages]
             v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
+            seen: cute.struct.MemRange[Int32, k_stages]
             bits: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * BLOCK], 128]
             q: q_struct
             out: out_struct
@@ -179,6 +180,7 @@ class ForwardSm90:
             out,
             storage.bits.get_tensor(cute.make_layout((4, BLOCK))),
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
+            storage.seen.get_tensor(cute.make_layout(self.config.k_stages)),
         )
         one, masking_warps, computing_warps, both = (
             pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, MASK_WARPS, 8, 8 + MASK_WARPS)
@@ -294,27 +296,28 @@ class ForwardSm90:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.k_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.v_stages)
         first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
-        lane_row = self.parts_from(lists.parts, first_part, parts, 0)
+        lane_row, lane_seen = self.rows_from(lists.parts, first_part, parts)
         run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
             tma_k, tma_v = (t[None, None, kv_head] for t in tmas[1:3])
             load_k = partial(self.load_rows, atoms[1], tma_k, shared.k, pipes.k)
             load_v = partial(self.load_rows, atoms[2], tma_v, shared.v, pipes.v)
+            load_keys = partial(self.load_keys, load_k, load_v, shared, pipes)
             previous = Int32(-1)
             for i in cutlass.range(parts, unroll=1):
                 if i > 0 and i % 32 == 0:
-                    lane_row = self.parts_from(lists.parts, first_part + i, parts - i, 0)
-                row = cute.arch.shuffle_sync(lane_row, i % 32)
-                k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, row, previous, k_state, v_state)
+                    lane_row, lane_seen = self.rows_from(lists.parts, first_part + i, parts - i)
+                row, seen = (cute.arch.shuffle_sync(lane, i % 32) for lane in (lane_row, lane_seen))
+                k_state, v_state, previous = load_keys(row, seen, previous, k_state, v_state)
             for r in cutlass.range(runs, unroll=1):
                 next_row, next_tiles = self.run_from(lists.runs, first_run + r + 1, runs - r - 1)
                 for i in cutlass.range(run_tiles, unroll=1):
                     row = run_row + BLOCK * i
-                    k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, row, previous, k_state, v_state)
+                    k_state, v_state, previous = load_keys(row, None, previous, k_state, v_state)
                 run_row, run_tiles = next_row, next_tiles
             unit_state.advance()
             first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
-            lane_row = self.parts_from(lists.parts, first_part, parts, 0)
+            lane_row, lane_seen = self.rows_from(lists.parts, first_part, parts)
             run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
             v_state = self.load_values(load_v, pipes.v, previous, v_state)
         # A thread block must not end before the last arrivals at its barriers.
@@ -338,6 +341,14 @@ class ForwardSm90:
         return found
 
     @cute.jit
+    def rows_from(self, parts, first, count):
+        """First row and, where parts are skipped, quarters with pairs of up to 32 partial tiles, one per lane."""
+        row, seen = self.parts_from(parts, first, count, 0), Int32(0)
+        if const_expr(self.splits > 1):
+            seen = self.parts_from(parts, first, count, 3)
+        return row, seen
+
+    @cute.jit
     def run_from(self, runs, index, count):
         """First row and tiles of a run, if one is left."""
         row, tiles = Int32(0), Int32(0)
@@ -359,9 +370,15 @@ class ForwardSm90:
         cute.copy(atom, g, s[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
 
     @cute.jit
-    def load_keys(self, load_k, load_v, pipes, row, previous, k_state, v_state):
-        """The keys of a tile of the lists, and the values of the keys before each of its parts."""
+    def load_keys(self, load_k, load_v, shared, pipes, row, seen: cutlass.Constexpr, previous, k_state, v_state):
+        """The keys of a tile of the lists, and the values of the keys before each of its parts. With the keys of a
+        partial tile comes which of its quarters are ``seen``, None for a full tile."""
         for split in cutlass.range_constexpr(self.splits):
+            if const_expr(self.splits > 1 and seen is not None):
+                pipes.k.sync_object_empty.wait(k_state.index, k_state.phase)
+                # The thread that is elected here, always the same one, releases this with the arrival that it makes.
+                with cute.arch.elect_one():
+                    shared.seen[k_state.index] = seen >> split
             pipes.k.producer_acquire(k_state)
             load_k(row + self.config.keys * split, k_state)
             k_state.advance()
@@ -433,6 +450,7 @@ class ForwardSm90:
         tools = SimpleNamespace(
             softmax=softmax,
             norm=cute.make_rmem_tensor(2, Float32),
+            begin=cute.make_rmem_tensor(1, Int32) if const_expr(self.splits > 1) else None,
             acc_O=acc_O,
             fragment_q=fragment_q,
             fragment_p=fragment_p,
@@ -457,6 +475,8 @@ class ForwardSm90:
         q_state = self.leave_query(tools, q_state)
         if const_expr(not self.whole_q):
             pipes.rest.consumer_wait(rest_state)
+        if const_expr(self.splits > 1):
+            k_state = self.pass_first(tools, k_state, shared.unit[PARTS, unit.index])
         pipes.k.consumer_wait(k_state)
         scores(k_state.index, rest_state.index)
         warpgroup.wait_group(0)
@@ -467,7 +487,7 @@ class ForwardSm90:
             release(pipes.k, k_state)
             k_state.advance()
             if parts > 0:
-                own, bits = self.take_bits(tools, bits, Int32(0))
+                own, bits = self.take_bits(tools, bits, Int32(self.first_part(tools)))
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
             softmax.lead()
@@ -476,14 +496,32 @@ class ForwardSm90:
             if const_expr(not self.whole_q):  # noqa: SIM102 (known to the compiler, unlike the other)
                 if written:
                     self.leave_rest(pipes, written_rest)
-            for i in cutlass.range(1, self.splits * parts, unroll=1):
+            skipped = Boolean(False)
+            if const_expr(self.splits > 1):
+                k_state, v_state = self.make_up_first(tools, k_state, v_state)
+            for i in cutlass.range(self.first_part(tools) + 1, self.splits * parts, unroll=1):
                 split = i % self.splits
-                k_state, v_state, bits = step(k_state, v_state, rest_state, bits, split, begun, masked=True)
-                begun = Boolean(True)
+                pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
+                if const_expr(self.splits > 1):
+                    if skipped | self.sees(tools, k_state):
+                        k_state, v_state, bits = step(k_state, v_state, rest_state, bits, split, begun, masked=True)
+                        begun = Boolean(True)
+                        v_state = self.make_up(pipes, v_state, skipped)
+                        skipped = Boolean(False)
+                    else:
+                        k_state, bits = self.skip(pipes, k_state, bits, split)
+                        skipped = Boolean(True)
+                else:
+                    k_state, v_state, bits = step(k_state, v_state, rest_state, bits, split, begun, masked=True)
+                    begun = Boolean(True)
             steps = self.splits * full - (1 if parts == 0 else 0)
             for _ in cutlass.range(steps, unroll=1):
+                pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
                 k_state, v_state, bits = step(k_state, v_state, rest_state, bits, Int32(0), begun, masked=False)
                 begun = Boolean(True)
+                if const_expr(self.splits > 1):
+                    v_state = self.make_up(pipes, v_state, skipped)
+                    skipped = Boolean(False)
 
             pipes.q.consumer_wait(q_state)
             self.take_query(tools)
@@ -496,6 +534,8 @@ class ForwardSm90:
             done = unit.clone()
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
+            if const_expr(self.splits > 1):
+                k_state = self.pass_first(tools, k_state, parts)
             if parts + full > 0:
                 if const_expr(not self.whole_q):
                     pipes.rest.consumer_wait(rest_state)
@@ -511,6 +551,8 @@ class ForwardSm90:
                 release(pipes.v, v_state)
                 self.leave_accumulator(tools, carried, output, done.index, written_rest.index)
             v_state.advance()
+            if const_expr(self.splits > 1):
+                v_state = self.make_up(pipes, v_state, skipped)
             cute.arch.sync_warp()
             release(pipes.unit, done)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
@@ -519,10 +561,9 @@ class ForwardSm90:
     def step(
         self, scores, weigh, tools, acc_S, k_state, v_state, rest_state, bits, split, begun, masked: cutlass.Constexpr
     ):
-        """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
-        if it has not ``begun``."""
+        """Scores and softmax of the next tile, whose keys are there, while the values of this one are weighed, which
+        overwrite the accumulator if it has not ``begun``."""
         pipes = tools.pipes
-        pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
         scores(k_state.index, rest_state.index)
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
@@ -556,6 +597,55 @@ class ForwardSm90:
             tools.softmax.weigh(acc_S, tools.acc_O)
         fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
         return k_state, v_state, bits
+
+    @cute.jit
+    def sees(self, tools, state):
+        """Whether rows of this warpgroup have pairs in a part of a partial tile, whose keys are there."""
+        return tools.shared.seen[state.index] >> 2 * tools.which & 1 != 0
+
+    def first_part(self, tools):
+        """The part with which this warpgroup begins a unit, 0 or 1."""
+        return 0 if self.splits == 1 else tools.begin[0]
+
+    @cute.jit
+    def pass_first(self, tools, state, parts):
+        """Skip a unit's first part, if it is one of a partial tile and has no pairs for this warpgroup."""
+        skipped = Boolean(False)
+        if parts > 0:
+            tools.pipes.k.consumer_wait(state)
+            skipped = not self.sees(tools, state)
+        if skipped:
+            release(tools.pipes.k, state)
+            state.advance()
+        tools.begin[0] = Int32(skipped)
+        return state
+
+    @cute.jit
+    def skip(self, pipes, k_state, bits, split):
+        """Hand back the keys of a part without pairs for this warpgroup and, with the last part of a partial tile, its
+        predicate. What says that there are none has been read: the branch to here has waited for it."""
+        release(pipes.k, k_state)
+        k_state.advance()
+        if split == self.splits - 1:
+            pipes.bits.consumer_wait(bits)
+            release(pipes.bits, bits)
+            bits.advance()
+        return k_state, bits
+
+    @cute.jit
+    def make_up_first(self, tools, k_state, v_state):
+        """Hand back the values of a unit's first part, if it was skipped. The keys' state passes through, because a
+        loop's registers follow the order in which it assigns variables, also in kernels that never skip."""
+        return k_state, self.make_up(tools.pipes, v_state, tools.begin[0] > 0)
+
+    @cute.jit
+    def make_up(self, pipes, state, skipped):
+        """Hand back the values of a part that was ``skipped``, behind those of the part before it."""
+        if skipped:
+            pipes.v.consumer_wait(state)
+            release(pipes.v, state)
+            state.advance()
+        return state
 
     @cute.jit
     def take_bits(self, tools, state, split):

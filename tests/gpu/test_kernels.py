@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import BLOCK, CALLS, quartered, whole
 from torch import Tensor
 
 from marble import AttentionShape, Layout, Mode, Span
@@ -13,8 +14,6 @@ from marble.kernels import launch
 from marble.kernels.contract import Backend, Band, State, Tiles, Touch, Varlen, Work, move
 from marble.kernels.reference import ReferenceBackend
 from marble.kernels.rounded import PerStepRounding
-from marble.mask.storage import Storage
-from marble.mask.tiles import StoredMask
 from marble.testing.exactness import GATE, Problem, distributed, error_ratios, reference
 from marble.testing.layouts import planned_storage, stored_mask
 from marble.workloads import WORKLOADS, build
@@ -23,7 +22,6 @@ CHIPS = (launch.HOPPER, *launch.BLACKWELL)
 KNOWN = torch.cuda.is_available() and torch.cuda.get_device_capability() in CHIPS
 pytestmark = pytest.mark.skipif(not KNOWN, reason="needs a Hopper or Blackwell GPU")
 
-BLOCK = 128
 REFERENCE = ReferenceBackend()
 BOTH = Touch.FIRST | Touch.LAST
 each_dim = pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -50,48 +48,6 @@ def in_order(cute: Backend) -> Backend:
 def fresh_data() -> None:
     torch.manual_seed(seed := time.time_ns() % 2**31)
     print(f"seed {seed}")
-
-
-def whole(layout: Layout, window: int | None = None) -> Tiles:
-    """A layout's attention as one call."""
-    stored = stored_mask(planned_storage(layout, window), window)
-    everything = torch.arange(layout.tokens)
-    return stored.tiles(everything, everything, BLOCK)
-
-
-def scattered(queries: int, keys: int) -> Tiles:
-    """A mask without structure: most tiles take bits, and some rows and one query block see nothing."""
-    tokens = max(queries, keys)
-    layout = Layout.from_cu_seqlens([0, tokens])
-    user = {"a": torch.randint(0, 6, (tokens,)), "b": torch.randint(0, 6, (tokens,))}
-    user["a"][BLOCK : 2 * BLOCK] = 9
-    stored = StoredMask(Storage.natural(layout), lambda q, k: (q.a == k.b) | (q.a == k.a + 2), user=user)
-    return stored.tiles(torch.arange(queries), torch.arange(keys), BLOCK)
-
-
-def gappy() -> Layout:
-    """Padding, spans of one token and a sample that ends inside a block."""
-    text, full, noise, pad = Mode.CAUSAL, Mode.FULL, Mode.NOISE, Mode.PAD
-    return Layout(
-        (
-            (Span(text, 200), Span(full, 131), Span(text, 1), Span(full, 260)),
-            (Span(pad, 77),),
-            (Span(text, 3), Span(noise, 190), Span(full, 190), Span(text, 61)),
-        )
-    )
-
-
-CALLS = {
-    "causal": lambda: whole(Layout.from_cu_seqlens([0, 1000])),
-    "documents": lambda: whole(Layout.from_cu_seqlens([0, 137, 2178, 2267])),
-    "one_token": lambda: whole(Layout.from_cu_seqlens([0, 1])),
-    "length_257": lambda: whole(Layout.from_cu_seqlens([0, 257])),
-    "gappy": lambda: whole(gappy()),
-    "window": lambda: whole(Layout.from_cu_seqlens([0, 1300]), 200),
-    "group": lambda: whole(build("molmo_video", 2500, scale=WORKLOADS["molmo_video"].demo_scale)),
-    "noise": lambda: whole(build("bagel_mix", 2500, scale=WORKLOADS["bagel_mix"].demo_scale)),
-    "bits": lambda: scattered(700, 900),
-}
 
 
 class Inputs:
@@ -339,6 +295,34 @@ def test_thread_blocks_that_write_ragged_blocks_unit_after_unit(cute: Backend, h
     assert error(first, exact) <= GATE * error(output(REFERENCE, torch.bfloat16), exact)
     for _ in range(5):
         assert torch.equal(output(cute, torch.bfloat16), first)
+
+
+@each_dim
+@pytest.mark.parametrize("state", [False, True])
+def test_strips_without_pairs(cute: Backend, head_dim: int, state: bool) -> None:
+    """Rows of a warpgroup see nothing of parts of tiles, wherever these stand in a unit, also one after the other: as
+    exact as a call in the type of the inputs, and the same bits every time."""
+    single, *halves = quartered(1300, 1250)
+    calls: list[Work] = [move(single, "cuda")]
+    if state:
+        touches = (Touch.FIRST, Touch.LAST)
+        calls = [
+            move(replace(half, touch=torch.full_like(half.touch, int(touch))), "cuda")
+            for half, touch in zip(halves, touches, strict=True)
+        ]
+    x = Inputs(1300, 1250, (32, 8), head_dim, torch.bfloat16)
+
+    def results(backend: Backend, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return carried(backend, x, calls, dtype) if state else forward(backend, x, calls[0], dtype)
+
+    (out, lse), (exact, exact_lse) = results(cute, torch.bfloat16), results(REFERENCE, torch.float64)
+    assert error(out, exact) <= GATE * error(results(REFERENCE, torch.bfloat16)[0], exact)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-5)
+    assert (lse[:, 128:192] == -torch.inf).all()
+    assert not out[128:192].any()
+    for _ in range(5):
+        again = results(cute, torch.bfloat16)
+        assert all(torch.equal(one, other) for one, other in zip(again, (out, lse), strict=True))
 
 
 def test_inputs_that_the_copy_engine_cannot_read(cute: Backend) -> None:
