@@ -1,8 +1,9 @@
 """Marble's kernels against FlashAttention-4 and FlexAttention on one GPU, interleaved in one run.
 
 ``python -m bench.kernels`` measures everything and writes ``bench/results/kernels.json``; ``--only K1,K3`` measures
-what these bars need, ``--only steps`` the calls inside ring and all-to-all steps. Every contender is compared with a
-float64 reference on sampled rows before it is timed. The exit code is 1 if a bar is missed.
+what these bars need, ``--only steps`` the calls inside ring and all-to-all steps; ``--part NAME`` gives a run a file of
+its own, ``kernels_NAME.json``. Every contender is compared with a float64 reference on sampled rows before it is timed.
+The exit code is 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--pack-gqa", choices=("default", "on", "off"), default="default", help="of FA4's masked forward"
     )
     parser.add_argument("--quick", action="store_true", help="5 repeats, no FlexAttention, no causal baseline")
+    parser.add_argument("--part", default="", help="write kernels_PART.json")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
     for option, found, known in (
@@ -100,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
             traceback.print_exc()
             failed.append(title)
         say(f"{time.monotonic() - begun:.0f} s: {title}: {'FAILED' if title in failed else 'done'}")
-        write("kernels", rows, given.out)
+        write("kernels", rows, given.out, part=given.part)
         gc.collect()
         torch.cuda.empty_cache()
     console = Console(width=None if sys.stdout.isatty() else 160)
