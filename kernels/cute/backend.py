@@ -94,13 +94,13 @@ class CuteBackend:
         """
         expect(self.name, q, scale, HEAD_DIMS)
         lists, gradients, sms = lower(work), (dq, dk, dv), self.multiprocessors(q.device)
-        split = q.shape[2] in SplitConfig.head_dims
+        split, in_order = q.shape[2] in SplitConfig.head_dims, self.deterministic
         if isinstance(work, Varlen):  # whose sequences may share keys
             written = [False, False, False]
         elif split:
             written = [x.dtype == q.dtype for x in gradients]
         else:
-            many = whole_units(len(lists.by_key.items), k.shape[1], sms) and not self.deterministic
+            many = whole_units(len(lists.by_key.items), k.shape[1], sms) and not in_order
             written = [False, *(2 * [many and dk.dtype == dv.dtype == q.dtype])]
         targets = []
         for x, writes in zip(gradients, written, strict=True):
@@ -110,11 +110,12 @@ class CuteBackend:
             sums = x.dtype == q.dtype and not writes
             targets.append(torch.zeros_like(x, dtype=torch.float32) if sums else x)
         if len(lists.by_key.items):
+            to_q, to_k, to_v = targets
             inputs = (readable(q), readable(k), readable(v), readable(dout), lse, delta)
             if split:
-                backward.run_passes(*inputs, lists, *targets, scale, sms)
+                backward.run_passes(*inputs, lists, to_q, to_k, to_v, scale, sms)
             else:
-                backward.run_backward(*inputs, lists.by_key, *targets, scale, sms, deterministic=self.deterministic)
+                backward.run_backward(*inputs, lists.by_key, to_q, to_k, to_v, scale, sms, deterministic=in_order)
         for x, total in zip(gradients, targets, strict=True):
             if x is not total:
                 x.copy_(total)
