@@ -80,19 +80,17 @@ def run_backward(
     dv: Tensor,
     scale: float,
     sms: int,
-    units: tuple[int, int] | None = None,
     *,
     deterministic: bool = False,
 ) -> None:
     """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
 
     If dk and dv are in the type of the inputs, the rows of listed blocks are written and the others left as they are;
-    for that all units must be whole (`whole_units`), and sums have no order.
+    then all units are whole (see `whole_units`), and sums have no order.
 
     Args:
         work: the list.
         sms: thread blocks at most.
-        units: replaces the answer of `plan_units`.
         deterministic: whether the sums have one order, so that equal calls give equal bits on GPUs of one kind.
 
     The others are those of `Backend.backward`.
@@ -111,9 +109,7 @@ def run_backward(
         lists = lists_of(order.lists, tickets)
     else:
         lists = lists_of(work)
-    if units is None:
-        units = (items, 1) if rounds else plan_units(items, kv_heads, group, sms)
-    whole, few = units
+    whole, few = (items, 1) if rounds else plan_units(items, kv_heads, group, sms)
     counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
     kernel = compile_backward(q.dtype, head_dim, deterministic, rounds)

@@ -12,10 +12,8 @@ from flash_attn.cute import pipeline
 from quack import sm90_utils
 from quack.cute_dsl_utils import mlir_namedtuple
 
+from marble.kernels.cute.binding import GROUP
 from marble.kernels.cute.worklist import BLOCK
-
-GROUP = 128
-"""Threads of a warpgroup."""
 
 LSE_AHEAD = 4
 """Quads of columns whose log-sum-exp a math thread loads before it issues products: behind S, dP and dQ, which take all

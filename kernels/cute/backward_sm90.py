@@ -54,7 +54,6 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from marble.kernels.cute import masking, serving
 from marble.kernels.cute.backward_config import (
-    GROUP,
     LSE_AHEAD,
     UNIT_SLOTS,
     UNIT_WORDS,
@@ -73,7 +72,7 @@ from marble.kernels.cute.backward_config import (
     shared_tensors,
 )
 from marble.kernels.cute.backward_sums import RegisterSums
-from marble.kernels.cute.binding import Lists, fitting
+from marble.kernels.cute.binding import GROUP, Lists, fitting
 from marble.kernels.cute.intrinsics import load_counter, math_thread, store_pair
 from marble.kernels.cute.ordering import arrive_behind, complete
 from marble.kernels.cute.units import fetch, unit_at
@@ -547,11 +546,7 @@ class BackwardSm90(RegisterSums):
     @cute.jit
     def reduce_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:
         """Hand each group its stage back, then reduce what it has stored. Rows behind the last one are left out."""
-        groups, threads = self.config.groups, GROUP + 32
-        for group in cutlass.range_constexpr(groups):
-            # Reductions end in order, so those of the last tile that may still read are of the groups behind this one.
-            cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
-            cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
+        self._hand_back_dq()
         self._copy_dq(operands, atoms, shared, tile)
 
     @cute.jit
@@ -564,14 +559,11 @@ class BackwardSm90(RegisterSums):
         So the way to the counter and back is covered by the end of the last tile's reductions, and one fence is behind
         both, for both turns.
         """
-        groups, threads = self.config.groups, GROUP + 32
         counter, own = lists.order.served.iterator + tile.counter, tile.ticket >= 0
         reached = Int32(0)
         if own:
             reached = load_counter(counter)
-        for group in cutlass.range_constexpr(groups):
-            cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
-            cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=threads)
+        self._hand_back_dq()
         if own:
             serving.end_copies(lists, open_turn)
             if reached < tile.ticket:
@@ -579,6 +571,15 @@ class BackwardSm90(RegisterSums):
             serving.before_copies()
         self._copy_dq(operands, atoms, shared, tile)
         return tile.counter
+
+    @cute.jit
+    def _hand_back_dq(self) -> None:
+        """Hand each group its stage back, when the last tile's reductions have read it."""
+        groups = self.config.groups
+        for group in cutlass.range_constexpr(groups):
+            # Reductions end in order, so those of the last tile that may still read are of the groups behind this one.
+            cute.arch.cp_async_bulk_wait_group(groups - 1 - group, read=True)
+            cute.arch.barrier_arrive(barrier_id=BARRIER_DQ_EMPTY + group, number_of_threads=GROUP + 32)
 
     @cute.jit
     def _copy_dq(self, operands: Operands, atoms: Atoms, shared: Shared, tile: Tile) -> None:
@@ -879,8 +880,10 @@ class BackwardSm90(RegisterSums):
                     x, y = (acc[odd_index + c] if odd else acc[even_index + c] for c in (0, 1))
                     store_pair(place + 4 * 32 * (box * 64 + r * 8), x * scale, y * scale)
 
-    def _own_rows(self, shared: Shared, turn: Int32) -> tuple[Int32, ...]:
-        """The place of this group's keys of a unit, for `_add` and `_write`."""
-        head, row, rows = (self._field(shared, turn, field) for field in (Field.KV_HEAD, Field.KEY_ROW, Field.KEY_ROWS))
+    def _own_rows(
+        self, shared: Shared, turn: Int32, head: cutlass.Constexpr[Field] = Field.KV_HEAD
+    ) -> tuple[Int32, Int32, Int32]:
+        """The place of this group's outer rows of a unit, for `RegisterSums`; ``head``: whose they are."""
+        head, row, rows = (self._field(shared, turn, field) for field in (head, Field.KEY_ROW, Field.KEY_ROWS))
         down = 64 * (math_thread() >> 7)
         return head, row + down, rows - down

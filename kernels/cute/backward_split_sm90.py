@@ -58,7 +58,6 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from marble.kernels.cute import masking
 from marble.kernels.cute.backward_config import (
-    GROUP,
     UNIT_SLOTS,
     UNIT_WORDS,
     Atoms,
@@ -69,7 +68,7 @@ from marble.kernels.cute.backward_config import (
     Tile,
 )
 from marble.kernels.cute.backward_sm90 import LOG2_E, BackwardSm90
-from marble.kernels.cute.binding import Lists, fitting
+from marble.kernels.cute.binding import GROUP, Lists, fitting
 from marble.kernels.cute.intrinsics import math_thread
 from marble.kernels.cute.ordering import complete
 from marble.kernels.cute.worklist import FULL_TILE
@@ -501,7 +500,8 @@ class BackwardSplitSm90(BackwardSm90):
             tile += 1
             factor = 1.0 if const_expr(self.config.weighs_scores) else self._last(scale)
             leave = self._write if const_expr(self.config.rounds) else self._add_quads
-            leave(tools.acc, target, partial(self._own_rows, shared, turn), factor)
+            head = Field.HEAD if const_expr(self.config.by_query) else Field.KV_HEAD
+            leave(tools.acc, target, partial(self._own_rows, shared, turn, head), factor)
             self._leave_unit(pipes, turn)
             turn += 1
             heads = self._await_unit(shared, pipes, turn)
@@ -740,13 +740,6 @@ class BackwardSplitSm90(BackwardSm90):
     def round(self, tools: Any, weights: cute.Tensor) -> None:
         """Weights, as the first operand of the product that adds up."""
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(weights), tools.weights)
-
-    def _own_rows(self, shared: Shared, turn: Int32) -> tuple[Int32, Int32, Int32]:
-        """The place of this group's outer rows, for `_add_quads` and `_write`."""
-        head = Field.HEAD if self.config.by_query else Field.KV_HEAD
-        head, row, rows = (self._field(shared, turn, field) for field in (head, Field.KEY_ROW, Field.KEY_ROWS))
-        down = STRIP * (math_thread() >> 7)
-        return head, row + down, rows - down
 
 
 @cute.jit

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from flash_attn.cute import utils
 
-from marble.kernels.cute.backward_config import GROUP
+from marble.kernels.cute.binding import GROUP
 from marble.kernels.cute.intrinsics import math_thread, reduce_pair, reduce_quad, store_words
 
 

@@ -15,6 +15,9 @@ from marble.kernels.cute.worklist import WorkList
 ELEMENTS = {torch.float16: Float16, torch.bfloat16: BFloat16}
 DTYPES = tuple(ELEMENTS)
 
+GROUP = 128
+"""Threads of a warpgroup."""
+
 SHARED_BYTES = 227 * 1024
 """Shared memory of a thread block on SM90."""
 

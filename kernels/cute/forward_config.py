@@ -6,9 +6,6 @@ from typing import NamedTuple
 from cutlass import cute, pipeline
 from flash_attn.cute import pipeline as fa_pipeline
 
-WARPGROUP = 128
-"""Threads of a warpgroup."""
-
 STRIP = 64
 """Query rows that a computing warpgroup computes: half a query block."""
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
-from marble.kernels.cute.binding import ELEMENTS, Lists, fake, fake_lists, fitting, lists_of
+from marble.kernels.cute.binding import ELEMENTS, GROUP, Lists, fake, fake_lists, fitting, lists_of
 from marble.kernels.cute.forward_config import (
     CONFIGS,
     FIELDS,
@@ -50,7 +50,6 @@ from marble.kernels.cute.forward_config import (
     STRIP,
     SWIZZLED,
     TOUCH,
-    WARPGROUP,
     Carried,
     ForwardConfig,
     Pipes,
@@ -67,7 +66,7 @@ class ForwardSm90:
 
     def __init__(self, dtype: type[cutlass.Numeric], config: ForwardConfig) -> None:
         self.dtype, self.config, self.head_dim = dtype, config, config.head_dim
-        self.threads = 3 * WARPGROUP
+        self.threads = 3 * GROUP
         self.splits, self.whole_q = BLOCK // config.keys, config.q_columns == config.head_dim
         self.out_columns = min(config.head_dim, OUT_COLUMNS)
         self.out_stages = 1 if self.whole_q else REST_STAGES
@@ -431,8 +430,8 @@ class ForwardSm90:
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
         mma_qk, mma_qk_shared, mma_pv, mma_out = mmas
-        which = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP - 1)
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        which = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP - 1)
+        thread = cute.arch.thread_idx()[0] % GROUP
         wg_qk, wg_shared, wg_pv = (mma.get_slice(0) for mma in mmas[:3])
         keys = self.config.keys
         _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(

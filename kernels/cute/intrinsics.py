@@ -5,7 +5,7 @@ from typing import Any
 from cutlass import Float32, Int32, cute
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from marble.kernels.cute.backward_config import GROUP
+from marble.kernels.cute.binding import GROUP
 from marble.kernels.cute.ordering import ptx
 
 

@@ -18,8 +18,8 @@ Of a group one thread reads the counter, and the others wait at a hardware barri
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from marble.kernels.cute.backward_config import GROUP, UNIT_SLOTS, Field, Shared
-from marble.kernels.cute.binding import Lists
+from marble.kernels.cute.backward_config import UNIT_SLOTS, Field, Shared
+from marble.kernels.cute.binding import GROUP, Lists
 from marble.kernels.cute.intrinsics import load_counter, math_thread, raise_counter
 
 
