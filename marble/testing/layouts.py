@@ -15,6 +15,7 @@ import torch
 from marble.compose.planner import SCHEDULES
 from marble.compose.schedule import Schedule
 from marble.compose.schedules.ulysses import HeadSplit, ulysses
+from marble.kernels.contract import MAX_BLOCK, Tiles
 from marble.layout import Layout, Mode, Span
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.modes import not_padding, packed_mask
@@ -161,6 +162,12 @@ def stored_mask(
 def planned_storage(layout: Layout, window: int | None) -> Storage:
     """The storage order that the planner would choose for a single layer."""
     return set_apart(layout) if window is None else Storage.natural(layout)
+
+
+def whole_call(layout: Layout, window: int | None = None, block: int = MAX_BLOCK) -> Tiles:
+    """A layout's attention as one call, over the storage order that the planner would choose."""
+    everything = torch.arange(layout.tokens)
+    return stored_mask(planned_storage(layout, window), window).tiles(everything, everything, block)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,17 +10,10 @@ from marble import Layout, Mode, Span
 from marble.kernels.contract import Tiles
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
-from marble.testing.layouts import planned_storage, stored_mask
+from marble.testing.layouts import whole_call
 from marble.workloads import WORKLOADS, build
 
 BLOCK = 128
-
-
-def whole(layout: Layout, window: int | None = None) -> Tiles:
-    """A layout's attention as one call."""
-    stored = stored_mask(planned_storage(layout, window), window)
-    everything = torch.arange(layout.tokens)
-    return stored.tiles(everything, everything, BLOCK)
 
 
 def scattered(queries: int, keys: int) -> Tiles:
@@ -70,13 +63,13 @@ def quartered(queries: int, keys: int) -> tuple[Tiles, Tiles, Tiles]:
 
 
 CALLS = {
-    "causal": lambda: whole(Layout.from_cu_seqlens([0, 1000])),
-    "documents": lambda: whole(Layout.from_cu_seqlens([0, 137, 2178, 2267])),
-    "one_token": lambda: whole(Layout.from_cu_seqlens([0, 1])),
-    "length_257": lambda: whole(Layout.from_cu_seqlens([0, 257])),
-    "gappy": lambda: whole(gappy()),
-    "window": lambda: whole(Layout.from_cu_seqlens([0, 1300]), 200),
-    "group": lambda: whole(build("molmo_video", 2500, scale=WORKLOADS["molmo_video"].demo_scale)),
-    "noise": lambda: whole(build("bagel_mix", 2500, scale=WORKLOADS["bagel_mix"].demo_scale)),
+    "causal": lambda: whole_call(Layout.from_cu_seqlens([0, 1000])),
+    "documents": lambda: whole_call(Layout.from_cu_seqlens([0, 137, 2178, 2267])),
+    "one_token": lambda: whole_call(Layout.from_cu_seqlens([0, 1])),
+    "length_257": lambda: whole_call(Layout.from_cu_seqlens([0, 257])),
+    "gappy": lambda: whole_call(gappy()),
+    "window": lambda: whole_call(Layout.from_cu_seqlens([0, 1300]), 200),
+    "group": lambda: whole_call(build("molmo_video", 2500, scale=WORKLOADS["molmo_video"].demo_scale)),
+    "noise": lambda: whole_call(build("bagel_mix", 2500, scale=WORKLOADS["bagel_mix"].demo_scale)),
     "bits": lambda: scattered(700, 900),
 }

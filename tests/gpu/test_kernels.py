@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import BLOCK, CALLS, quartered, whole
+from calls import BLOCK, CALLS, quartered
 from torch import Tensor
 
 from marble import AttentionShape, Layout, Mode, Span
 from marble.kernels import launch
-from marble.kernels.contract import Backend, Band, State, Tiles, Touch, Varlen, Work, move
+from marble.kernels.contract import Backend, Band, State, Tiles, Touch, Varlen, Work, accumulation_dtype, move
 from marble.kernels.reference import ReferenceBackend
 from marble.kernels.rounded import PerStepRounding
 from marble.testing.exactness import GATE, Problem, distributed, error_ratios, reference
-from marble.testing.layouts import planned_storage, stored_mask
+from marble.testing.layouts import planned_storage, stored_mask, whole_call
 from marble.workloads import WORKLOADS, build
 
 CHIPS = (launch.HOPPER, *launch.BLACKWELL)
@@ -63,16 +63,14 @@ class Inputs:
 def forward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp on NaN-poisoned buffers."""
     out = torch.full_like(x.q, torch.nan, dtype=dtype)
-    lse = x.q.new_full(
-        (x.q.shape[1], len(x.q)), torch.nan, dtype=torch.float64 if dtype == torch.float64 else torch.float32
-    )
+    lse = x.q.new_full((x.q.shape[1], len(x.q)), torch.nan, dtype=accumulation_dtype(dtype))
     backend.forward(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), work, None, out, lse, scale=x.scale)
     return out, lse
 
 
 def carried(backend: Backend, x: Inputs, calls: list[Work], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `forward`, of several calls over all keys, with NaN-poisoned state."""
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = accumulation_dtype(dtype)
     rows, heads, head_dim = x.q.shape
     state = State.empty(heads, rows, head_dim, sums, "cuda")
     out, lse = torch.empty_like(x.q, dtype=dtype), torch.empty(heads, rows, dtype=sums, device="cuda")
@@ -87,7 +85,7 @@ def carried(backend: Backend, x: Inputs, calls: list[Work], dtype: torch.dtype) 
 def backward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, added to ones, against the float64 output."""
     exact, lse = forward(REFERENCE, x, work, torch.float64)
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = accumulation_dtype(dtype)
     exact, lse = exact.nan_to_num(0.0), lse.nan_to_num(-torch.inf, neginf=-torch.inf).to(sums)
     delta = backend.delta(exact.to(dtype), x.dout.to(dtype))
     dq = torch.ones(x.q.shape, dtype=sums, device="cuda").transpose(0, 1)
@@ -166,7 +164,7 @@ def test_gradients_that_are_written(
         )
         x = Inputs(1001, 900, heads, head_dim, dtype)
     elif call == "nothing":
-        tiles = whole(Layout([[Span("pad", 700)]]))
+        tiles = whole_call(Layout([[Span("pad", 700)]]))
         x = Inputs(700, 700, heads, head_dim, dtype)
     else:
         tiles = CALLS[call]()
@@ -211,7 +209,7 @@ def test_state_carried_over_shards(cute: Backend, head_dim: int, shards: int) ->
         work = move(replace(part, touch=touch), "cuda")
         keys = slice(start, start := start + len(cols))
         cute.forward(x.q, x.k[keys], x.v[keys], work, state, out, lse, scale=x.scale)
-    one = move(whole(layout), "cuda")
+    one = move(whole_call(layout), "cuda")
     exact, exact_lse = forward(REFERENCE, x, one, torch.float64)
     single, _ = forward(cute, x, one, torch.bfloat16)
     assert error(out, exact) <= GATE * error(single, exact)
@@ -372,10 +370,10 @@ def test_deterministic_call(
 
 
 CROWDS = {
-    "causal": lambda: whole(Layout.from_cu_seqlens([0, 9000])),
-    "full": lambda: whole(Layout(((Span(Mode.FULL, 5000),),))),
-    "documents": lambda: whole(Layout.from_cu_seqlens([*range(0, 8000, 777), 8000])),
-    "window": lambda: whole(Layout.from_cu_seqlens([0, 3000, 9000]), 1024),
+    "causal": lambda: whole_call(Layout.from_cu_seqlens([0, 9000])),
+    "full": lambda: whole_call(Layout(((Span(Mode.FULL, 5000),),))),
+    "documents": lambda: whole_call(Layout.from_cu_seqlens([*range(0, 8000, 777), 8000])),
+    "window": lambda: whole_call(Layout.from_cu_seqlens([0, 3000, 9000]), 1024),
 }
 
 
@@ -409,7 +407,10 @@ def test_deterministic_dense_sequences(in_order: Backend, head_dim: int, band: B
 @each_dim
 def test_deterministic_call_in_which_no_row_has_seen_a_key(in_order: Backend, head_dim: int) -> None:
     """Its log-sum-exps are −inf; the tiles are visited, and take their turns, all the same."""
-    x, work = Inputs(700, 700, (4, 2), head_dim, torch.bfloat16), move(whole(Layout.from_cu_seqlens([0, 700])), "cuda")
+    x, work = (
+        Inputs(700, 700, (4, 2), head_dim, torch.bfloat16),
+        move(whole_call(Layout.from_cu_seqlens([0, 700])), "cuda"),
+    )
     totals = [torch.zeros(t.shape[1], 700, head_dim, device="cuda") for t in (x.q, x.k, x.v)]
     lse, delta = torch.full((4, 700), -torch.inf, device="cuda"), torch.randn(4, 700, device="cuda")
     in_order.backward(x.q, x.k, x.v, x.dout, lse, delta, work, *totals, scale=x.scale)
@@ -462,13 +463,13 @@ def test_offsets_beyond_31_bits(cute: Backend) -> None:
     """The last document of a tensor with 2³¹ elements and more."""
     tokens, heads = 2**17 + 200, 128
     layout = Layout.from_cu_seqlens([*range(0, tokens - 200, 2**15), tokens - 200, tokens])
-    tiles = whole(layout)
+    tiles = whole_call(layout)
     last = slice(tokens - 200, tokens)
     x = Inputs(tokens, tokens, (heads, heads), 128, torch.bfloat16)
     out, _ = forward(cute, x, move(tiles, "cuda"), torch.bfloat16)
     few = Inputs(200, 200, (heads, heads), 128, torch.bfloat16)
     few.q, few.k, few.v = x.q[last], x.k[last], x.v[last]
-    small = move(whole(Layout.from_cu_seqlens([0, 200])), "cuda")
+    small = move(whole_call(Layout.from_cu_seqlens([0, 200])), "cuda")
     exact, _ = forward(REFERENCE, few, small, torch.float64)
     base, _ = forward(REFERENCE, few, small, torch.bfloat16)
     assert error(out[last], exact) <= GATE * error(base, exact)

@@ -26,7 +26,7 @@ from marble.kernels.triton.fold import add_tiles, fold_partial
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.testing.exactness import Problem, distributed, reference
-from marble.testing.layouts import planned_storage, random_layout, stored_mask
+from marble.testing.layouts import planned_storage, random_layout, stored_mask, whole_call
 
 BOTH = Touch.FIRST | Touch.LAST
 SCALE = 0.2
@@ -59,9 +59,7 @@ def scattered() -> Tiles:
 
 def spans() -> Tiles:
     """Spans of every kind."""
-    stored = stored_mask(planned_storage(random_layout(Random(5), samples=3, spans=4, length=90), None), None)
-    tokens = torch.arange(len(stored.tracks))
-    return stored.tiles(tokens, tokens, BLOCK)
+    return whole_call(random_layout(Random(5), samples=3, spans=4, length=90))
 
 
 def elsewhere(tiles: Tiles) -> Tiles:

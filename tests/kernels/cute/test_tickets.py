@@ -15,10 +15,10 @@ from sequences import bounds_of
 
 import marble
 from marble import AttentionShape, Layout, Span
-from marble.kernels.contract import Band, Tiles, Touch, Varlen
+from marble.kernels.contract import Band, Touch, Varlen
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import BLOCK, FULL_TILE, WorkList, lower
-from marble.testing.layouts import planned_storage, stored_mask
+from marble.testing.layouts import whole_call
 from marble.workloads import WORKLOADS, build
 
 HALVES = {64: 1, 128: 2}
@@ -154,14 +154,9 @@ def waits(some: Sequence[Unit], blocks: int, seed: int) -> int:
             assert len(stuck) + len(waiting_for_keys) < len(at), "all thread blocks wait"
 
 
-def tiles_of(layout: Layout, window: int | None = None) -> Tiles:
-    stored, tokens = stored_mask(planned_storage(layout, window), window), torch.arange(layout.tokens)
-    return stored.tiles(tokens, tokens, BLOCK)
-
-
 def workload(name: str, tokens: int = 3000) -> WorkList:
     window = 300 if name == "gemma_docs" else None
-    return lower(tiles_of(build(name, tokens, scale=WORKLOADS[name].demo_scale), window)).by_key
+    return lower(whole_call(build(name, tokens, scale=WORKLOADS[name].demo_scale), window)).by_key
 
 
 lengths = st.lists(st.integers(0, 500), min_size=1, max_size=4)
@@ -231,13 +226,13 @@ def test_every_call_of_a_plan_has_an_order(name: str, schedule: str) -> None:
 @settings(deadline=None, max_examples=30)
 def test_windows_of_documents_never_stop(sizes: list[int], window: int, halves: int, blocks: int) -> None:
     layout = Layout.from_cu_seqlens([0, *torch.tensor([1 + size for size in sizes]).cumsum(0).tolist()])
-    order = check(lower(tiles_of(layout, window)).by_key, halves)
+    order = check(lower(whole_call(layout, window)).by_key, halves)
     waits(list(units(order, halves, 2, 1, 1)), blocks, seed=window)
 
 
 def test_a_unit_begins_with_the_query_block_that_no_other_is_at() -> None:
     """A causal document: the diagonal first; of a section, the last key block is fetched first."""
-    order = ordered(lower(tiles_of(Layout.from_cu_seqlens([0, 1024]))).by_key, 1)
+    order = ordered(lower(whole_call(Layout.from_cu_seqlens([0, 1024]))).by_key, 1)
     items, parts = order.lists.items, order.lists.parts
     assert items[:, 0].tolist() == list(range(7 * BLOCK, -1, -BLOCK))
     assert torch.equal(parts[items[:, 2].long(), 0], items[:, 0])
@@ -249,7 +244,7 @@ def test_tiles_of_a_block_share_a_turn_where_units_queue_up() -> None:
     """Three key blocks of an image begin with the same query block; those of a causal document do not."""
     layout = Layout([[Span("full", 3 * BLOCK)], [Span("causal", 3 * BLOCK)]])
     halves = HALVES[128]
-    order = check(lower(tiles_of(layout)).by_key, halves)
+    order = check(lower(whole_call(layout)).by_key, halves)
     numbers, tickets = order.tickets.unbind(1)
     image = numbers < 3 * halves
     assert int(image.sum()) == 3 * 3 * halves

@@ -13,7 +13,7 @@ from marble import Layout
 from marble.kernels.contract import Band, TileList, Tiles, Touch, Varlen
 from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower, lower_all
 from marble.kernels.predicates import covered
-from marble.testing.layouts import planned_storage, stored_mask
+from marble.testing.layouts import planned_storage, stored_mask, whole_call
 
 
 def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
@@ -134,9 +134,7 @@ def test_other_blocks_are_refused() -> None:
 def test_a_section_is_what_reads_the_same_keys(window: int | None) -> None:
     """Causal documents: queries of one with its keys, and keys with its queries, though a window may move along."""
     layout = Layout.from_cu_seqlens([0, 900, 1000, 2500])
-    stored = stored_mask(planned_storage(layout, window), window)
-    tokens = torch.arange(2500)
-    work = lower(stored.tiles(tokens, tokens, BLOCK))
+    work = lower(whole_call(layout, window))
     if window is None:
         # Blocks of 128 from row 0: document 2 begins in block 7, which the third shares with both.
         assert work.by_query.items[:, 0].div(BLOCK).tolist() == [*range(19, 7, -1), 7, *range(6, -1, -1)]
