@@ -218,10 +218,15 @@ class Backend(Protocol):
     writes_gradients: bool
     """Whether `backward` can write gradients of 16-bit inputs rounded, instead of adding to sums."""
 
-    def prepare(self, works: Sequence[Work]) -> None:
+    def prepare(self, works: Sequence[Work], *, group: int, head_dim: int) -> None:
         """Compute what the calls of a schedule need, all of it at once, so that the calls themselves need not.
 
         Called before the first of the calls, and again before every layer: the second time must cost nothing.
+
+        Args:
+            works: what the calls compute.
+            group: query heads of a key/value head in these calls.
+            head_dim: their head dimension.
         """
         ...
 

@@ -23,7 +23,7 @@ class ReferenceBackend:
     name = "reference"
     writes_gradients = False
 
-    def prepare(self, works: Sequence[Work]) -> None:
+    def prepare(self, works: Sequence[Work], *, group: int, head_dim: int) -> None:
         """See `Backend.prepare`. Every call reads its tiles as they are."""
 
     def forward(

@@ -26,9 +26,9 @@ class PerStepRounding:
         self.inner = inner
         self.name = f"{inner.name}, rounded per step"
 
-    def prepare(self, works: Sequence[Work]) -> None:
+    def prepare(self, works: Sequence[Work], *, group: int, head_dim: int) -> None:
         """See `Backend.prepare`."""
-        self.inner.prepare(works)
+        self.inner.prepare(works, group=group, head_dim=head_dim)
 
     def forward(
         self,

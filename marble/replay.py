@@ -200,7 +200,7 @@ def replay_rank(
         raise ValueError(f"replay: repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}")
     where, shape = torch.device(device), plan.layers[layer]
     schedule = plan.schedules_on(where)[layer][rank]
-    backend.prepare(schedule.works)
+    backend.prepare(schedule.works, group=shape.heads // shape.kv_heads, head_dim=shape.head_dim)
     make = torch.Generator(where).manual_seed(rank)
     tokens = schedule.tokens[rank]
     q, k, v, dout = (

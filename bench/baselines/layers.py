@@ -295,7 +295,9 @@ def of_group(case: Case, inputs: Inputs, kernels: Backend, schedule: str, transp
 
 def on_rank(plan: Plan, rank: int, inputs: Inputs, kernels: Backend, connection: Any) -> Ours:
     """A rank's part of a plan's only layer."""
-    kernels.prepare(plan.schedules_on(inputs.device)[0][rank].works)
+    shape = plan.layers[0]
+    works = plan.schedules_on(inputs.device)[0][rank].works
+    kernels.prepare(works, group=shape.heads // shape.kv_heads, head_dim=shape.head_dim)
     return Ours(plan, rank, inputs.of(plan.index.cpu()), kernels, connection)
 
 

@@ -54,8 +54,9 @@ class BlackwellBackend:
     def __init__(self, kernels: Kernels = SM100) -> None:
         self.kernels = kernels
 
-    def prepare(self, works: Sequence[Work]) -> None:
+    def prepare(self, works: Sequence[Work], *, group: int, head_dim: int) -> None:
         """See `Backend.prepare`."""
+        del group, head_dim
         lower_all(works)
 
     def forward(

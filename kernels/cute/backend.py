@@ -43,9 +43,11 @@ class CuteBackend:
         """Whether a backward call would be deterministic now."""
         return torch.are_deterministic_algorithms_enabled() if self._deterministic is None else self._deterministic
 
-    def prepare(self, works: Sequence[Work]) -> None:
+    def prepare(self, works: Sequence[Work], *, group: int, head_dim: int) -> None:
         """See `Backend.prepare`."""
         lower_all(works)
+        for work in works:
+            forward_sm90.launches(lower(work).by_query, group, head_dim)
 
     def forward(
         self,

@@ -53,10 +53,10 @@ def lists_of(work: WorkList, order: Tickets | None = None) -> Any:
     return Lists(work.items, work.sections, work.parts, work.runs, work.ranges, work.bits, order)
 
 
-def fake_lists(deterministic: bool = False) -> Any:
-    """Lists of unknown lengths, with an order of sums if there is one."""
-    tables = ((8,), (2,), (4,), (2,), (128,), (128, 4))
-    lists = Lists(*(fake(Int32, cute.sym_int(), *shape, aligned=shape != (2,)) for shape in tables))
+def fake_lists(deterministic: bool = False, parts: bool = False) -> Any:
+    """Lists of unknown lengths, with an order of sums if there is one; or those of a `PartList`."""
+    tables = ((8,), (2,), (4,), (3 if parts else 2,), (128,), (128, 4))
+    lists = Lists(*(fake(Int32, cute.sym_int(), *shape, aligned=shape[0] % 4 == 0) for shape in tables))
     if deterministic:
         shapes = (2, 3, cute.sym_int(), cute.sym_int())
         order = Tickets(*(fake(Int32, cute.sym_int(), columns, aligned=False) for columns in shapes))

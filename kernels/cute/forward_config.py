@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutlass import cute, pipeline
+from cutlass import Int32, cute, pipeline
 from flash_attn.cute import pipeline as fa_pipeline
+from quack.cute_dsl_utils import mlir_namedtuple
 
 STRIP = 64
 """Query rows that a computing warpgroup computes: half a query block."""
@@ -40,7 +41,7 @@ class ForwardConfig:
 
     Attributes:
         head_dim: 64, 128 or 256.
-        keys: a tile of the lists is computed in tiles of so many keys, 128 or 64.
+        keys: of a tile, 128 or 64: two parts of the lists or one (`marble.kernels.cute.parts`).
         q_columns: columns of the query tile that live in registers; the rest stays in shared memory.
         k_stages: key tiles in flight.
         v_stages: value tiles in flight.
@@ -75,10 +76,26 @@ class ForwardConfig:
 
 
 CONFIGS = {
-    64: ForwardConfig(64, keys=128, q_columns=64, k_stages=4, v_stages=4, pieces=2),
-    128: ForwardConfig(128, keys=128, q_columns=128, k_stages=3, v_stages=2, pieces=1),
-    256: ForwardConfig(256, keys=64, q_columns=128, k_stages=2, v_stages=2, pieces=1, late=True),
+    64: ForwardConfig(64, 128, 64, k_stages=4, v_stages=4, pieces=2, load_registers=40, math_registers=232),
+    128: ForwardConfig(128, 128, 128, k_stages=3, v_stages=2, pieces=1, load_registers=40, math_registers=232),
+    256: ForwardConfig(256, 64, 128, k_stages=2, v_stages=2, pieces=1, late=True),
 }
+
+
+@mlir_namedtuple
+class Heads(NamedTuple):
+    """Which of the query heads of a key/value head a launch computes.
+
+    Attributes:
+        first: the first of them.
+        units: how many units they make with each item.
+        paired: 1 if a unit has two successive heads, one for each computing warpgroup, which compute the same rows; 0
+            if it has one, and the second warpgroup computes the 64 rows behind the first one's.
+    """
+
+    first: Int32
+    units: Int32
+    paired: Int32
 
 
 class Carried(NamedTuple):
@@ -92,8 +109,7 @@ class Carried(NamedTuple):
 class Shared(NamedTuple):
     """Views of shared memory. Outputs pass through ``out`` [rows, columns written at a time, stage], which is the place
     of the ``rest`` of their query tile, if it has one. ``bits`` holds the predicate of a partial tile, ``unit`` the
-    fields of the last units, in turn. If a tile of the lists is computed in two parts, ``seen`` says of the part of a
-    partial tile in a key stage which warpgroups have pairs there: bit 2 · warpgroup."""
+    fields of the last units, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -102,7 +118,6 @@ class Shared(NamedTuple):
     out: cute.Tensor
     bits: cute.Tensor
     unit: cute.Tensor
-    seen: cute.Tensor
 
 
 class Pipes(NamedTuple):
@@ -116,19 +131,6 @@ class Pipes(NamedTuple):
     registers, and the rest of it when the unit's output, which passes through its place, has been read from there.
     Every unit comes with its query tile, except the one that says stop.
     ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
-
-    A warpgroup may skip a part of a partial tile in which its rows have no pairs. It waits for all that it hands back,
-    so that no arrival counts for the stage's last use or the copy engine's next: the keys and, with a tile's last part,
-    the predicate at once, but the values behind those of the part before it, which it has yet to weigh beside the next
-    scores. Until then it holds the values of part i − 1 while it awaits the keys of part i + 1, if it has skipped part
-    i. The loading warp brings those keys behind the values of part i − 1 or, in the next unit, of part i, for which it
-    needs the place of part i − 2: that is free. With a second part skipped in a row, the last of a unit, the values of
-    part i + 1 would come before the keys, and need the place that the warpgroup holds: both would wait for ever. So it
-    skips one part of a unit in a row.
-
-    If that is the unit's first, it computes the second in its stead, which is always one of the same tile, and hands
-    back the first's values before it awaits further keys. The part before may be skipped too, as the last of its unit:
-    keys of two parts follow each other between units, so that the loading warp waits for no place in between.
     """
 
     unit: pipeline.PipelineAsync

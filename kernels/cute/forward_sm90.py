@@ -1,9 +1,9 @@
 """Attention forward for Hopper (SM90): masks as data, softmax state carried between calls.
 
-One thread block stays on each multiprocessor and takes one unit of work, a query block and a head, after the other. Of
-the first warpgroup one warp deals, asking for units and loading their query tiles ahead of time, one loads keys and
-values, and two turn the predicates of partial tiles into bits; two warpgroups compute 64 query rows each and never look
-anything up. Where they compute tiles of the lists in two parts, they skip parts that have no pairs for their rows.
+One thread block stays on each multiprocessor and takes one unit of work after the other: half a query block with two
+heads, or a query block with one (`marble.kernels.cute.parts`). Of the first warpgroup one warp deals, asking for units
+and loading their query tiles ahead of time, one loads keys and values, and two turn the predicates of partial tiles
+into bits; two warpgroups compute 64 query rows each and never look anything up.
 
 Sources: FlashAttention-3 (Shah et al., 2024) for the overlap of softmax and matrix products inside and between
 warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Built on the helpers of flash-attn-4 and
@@ -52,10 +52,12 @@ from marble.kernels.cute.forward_config import (
     TOUCH,
     Carried,
     ForwardConfig,
+    Heads,
     Pipes,
     Shared,
 )
 from marble.kernels.cute.ordering import afresh, arrive_behind, complete, prefetch, store_if
+from marble.kernels.cute.parts import PART, PartList, parts_of
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
 from marble.kernels.cute.worklist import BLOCK, WorkList
@@ -67,7 +69,7 @@ class ForwardSm90:
     def __init__(self, dtype: type[cutlass.Numeric], config: ForwardConfig) -> None:
         self.dtype, self.config, self.head_dim = dtype, config, config.head_dim
         self.threads = 3 * GROUP
-        self.splits, self.whole_q = BLOCK // config.keys, config.q_columns == config.head_dim
+        self.whole_q, self.together = config.q_columns == config.head_dim, config.keys // PART
         self.out_columns = min(config.head_dim, OUT_COLUMNS)
         self.out_stages = 1 if self.whole_q else REST_STAGES
 
@@ -81,6 +83,7 @@ class ForwardSm90:
         mLSE: cute.Tensor,
         carried: Carried,
         lists: Lists,
+        part: Heads,
         counter: cute.Tensor,
         scale_log2: Float32,
         ctas: Int32,
@@ -89,26 +92,24 @@ class ForwardSm90:
         """Launch. Shapes as in `marble.kernels.contract.Backend.forward`.
 
         Args:
+            lists: a `PartList`.
+            part: the heads that are computed.
             counter: see `units.fetch`.
             scale_log2: softmax scale times log₂ e.
             ctas: thread blocks, at most one per multiprocessor.
         """
         k_stages, v_stages = self.config.k_stages, self.config.v_stages
         query_tile, out_tile = ((BLOCK, columns) for columns in (self.config.q_columns, self.out_columns))
-        key_tile, written = (self.config.keys, self.head_dim), (OUT_ROWS, SWIZZLED)
+        key_tile, loaded, written = (self.config.keys, self.head_dim), (STRIP, SWIZZLED), (OUT_ROWS, SWIZZLED)
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
         layout_q, layout_k, layout_v = layout(query_tile, 1), layout(key_tile, k_stages), layout(key_tile, v_stages)
         layout_out = layout(out_tile, self.out_stages)
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
-        stage = cute.select(layout_k, mode=[0, 1])
-        atom_q, tma_q = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_q, mode=[0, 1]), query_tile)
-        atom_k, tma_k = cpasync.make_tiled_tma_atom(load, mK, stage, key_tile)
-        atom_v, tma_v = cpasync.make_tiled_tma_atom(load, mV, stage, key_tile)
-        atom_rest, tma_rest = None, None
-        if const_expr(not self.whole_q):
-            atom_rest, tma_rest = cpasync.make_tiled_tma_atom(load, mQ, cute.select(layout_out, mode=[0, 1]), out_tile)
+        (atom_q, tma_q), (atom_k, tma_k), (atom_v, tma_v) = (
+            cpasync.make_tiled_tma_atom(load, x, layout(loaded), loaded) for x in (mQ, mK, mV)
+        )
         atom_o, tma_o = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout(written), written)
         # The second for the rest of the query tile.
         mma_qk, mma_qk_shared = (
@@ -137,7 +138,6 @@ class ForwardSm90:
             k_bars: cute.struct.MemRange[Int64, 2 * k_stages]
             v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
-            seen: cute.struct.MemRange[Int32, k_stages]
             bits: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * BLOCK], 128]
             q: q_struct
             out: out_struct
@@ -145,12 +145,13 @@ class ForwardSm90:
             v: v_struct
 
         self.kernel(
-            (tma_q, tma_k, tma_v, tma_rest, tma_o),
-            (atom_q, atom_k, atom_v, atom_rest, atom_o),
+            (tma_q, tma_k, tma_v, tma_o),
+            (atom_q, atom_k, atom_v, atom_o),
             mO,
             mLSE,
             carried,
             lists,
+            part,
             counter,
             scale_log2,
             (layout_q, layout_k, layout_v, layout_out),
@@ -160,15 +161,26 @@ class ForwardSm90:
 
     @cute.kernel
     def kernel(
-        self, tmas, atoms, mO, mLSE, carried, lists, counter, scale_log2, layouts, mmas, Storage: cutlass.Constexpr
+        self,
+        tmas,
+        atoms,
+        mO,
+        mLSE,
+        carried,
+        lists,
+        part,
+        counter,
+        scale_log2,
+        layouts,
+        mmas,
+        Storage: cutlass.Constexpr,
     ):
         """One thread block: a dealing warp, a loading warp and two computing warpgroups."""
         layout_q, layout_k, layout_v, layout_out = layouts
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in atoms:
-                if const_expr(atom is not None):
-                    cpasync.prefetch_descriptor(atom)
+                cpasync.prefetch_descriptor(atom)
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         out = storage.out.get_tensor(layout_out.outer, swizzle=layout_out.inner)
         shared = Shared(
@@ -179,7 +191,6 @@ class ForwardSm90:
             out,
             storage.bits.get_tensor(cute.make_layout((4, BLOCK))),
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
-            storage.seen.get_tensor(cute.make_layout(self.config.k_stages)),
         )
         one, masking_warps, computing_warps, both = (
             pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, MASK_WARPS, 8, 8 + MASK_WARPS)
@@ -227,48 +238,48 @@ class ForwardSm90:
             if warp == 0:
                 self.load(tmas, atoms, shared, pipes, lists)
             if warp == 1:
-                self.deal(tmas, atoms, shared, pipes, lists, counter, carried.acc)
+                self.deal(tmas, atoms, shared, pipes, lists, part, counter, carried.acc)
             if warp >= 2:
-                self.mask(shared, pipes, lists, warp - 2)
+                self.mask(shared, pipes, lists, part, warp - 2)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            self.compute(mmas, shared, pipes, (atoms[4], tmas[4], mO), mLSE, carried, scale_log2)
+            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, part, scale_log2)
 
     # The dealing warp
 
     @cute.jit
-    def deal(self, tmas, atoms, shared, pipes, lists, counter, acc):
+    def deal(self, tmas, atoms, shared, pipes, lists, part, counter, acc):
         """Fetch units, write them down, load their query tiles and call their accumulators into the L2 cache, until
         there are none left."""
         lane, heads, kv_heads = cute.arch.lane_idx(), tmas[0].shape[2], tmas[1].shape[2]
         group = heads // kv_heads
-        units = lists.items.shape[0] * heads
+        units = lists.items.shape[0] * kv_heads * part.units
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         rest_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.out_stages)
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
-            item, kv_head, member = unit_at(lists, number, kv_heads, group)
+            item, kv_head, member = unit_at(lists, number, kv_heads, part.units)
             field = Int32(0)
             if lane < HEAD:
                 field = lists.items[item, lane]
-            head = kv_head * group + member
+            head = kv_head * group + part.first + member * (1 + part.paired)
             field = head if lane == HEAD else field
             field = kv_head if lane == KV_HEAD else field
             self.write_unit(shared, pipes, state, field)
             state.advance()
             row, rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, TOUCH))
             pipes.q.producer_acquire(q_state)
-            tile = tile_at(tmas[0][None, None, head], row, 0, (BLOCK, self.config.q_columns))
-            self.load_tile(atoms[0], tile, shared.q, pipes.q, q_state)
+            load_query = partial(self.load_query, atoms[0], tmas[0], part, head, row)
+            load_query(0, shared.q, pipes.q, q_state)
             q_state.advance()
             if touch & int(Touch.FIRST) == 0:
-                with cute.arch.elect_one():
-                    prefetch(fa_utils.elem_pointer(acc, (head, row, 0)), rows * self.head_dim * 4)
+                for own in cutlass.range(head, head + part.paired + 1, unroll=1):
+                    with cute.arch.elect_one():
+                        prefetch(fa_utils.elem_pointer(acc, (own, row, 0)), rows * self.head_dim * 4)
             if const_expr(not self.whole_q):
                 pipes.rest.producer_acquire(rest_state)
-                tile = tile_at(tmas[3][None, None, head], row, self.config.q_columns, (BLOCK, self.out_columns))
-                self.load_tile(atoms[3], tile, shared.rest, pipes.rest, rest_state)
+                load_query(self.config.q_columns, shared.rest, pipes.rest, rest_state)
                 rest_state.advance()
             number = fetch(counter, units)
         self.write_unit(shared, pipes, state, Int32(0))
@@ -286,6 +297,26 @@ class ForwardSm90:
         with cute.arch.elect_one():
             pipes.unit.producer_commit(state)
 
+    @cute.jit
+    def load_query(self, atom, tma, part, head, row, column: cutlass.Constexpr, smem, pipe, state):
+        """Start the loads of both computing warpgroups' query rows into a stage, from a ``column`` on."""
+        for which in cutlass.range_constexpr(2):
+            tile = cute.domain_offset(
+                (row + STRIP * which * (1 - part.paired), column), tma[None, None, head + which * part.paired]
+            )
+            self.load_strip(atom, tile, smem[None, None, state.index], which, pipe, state)
+
+    @cute.jit
+    def load_strip(self, atom, source, stage, which: cutlass.Constexpr, pipe, state):
+        """Start the load of the first 64 rows of ``source`` as rows 64 · ``which`` and following of a stage."""
+        for box in cutlass.range_constexpr(cute.size(stage, mode=[1]) // SWIZZLED):
+            target = cute.local_tile(stage, (STRIP, SWIZZLED), (which, box))
+            tile = cute.local_tile(source, (STRIP, SWIZZLED), (0, box))
+            s, g = cpasync.tma_partition(
+                atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
+            )
+            cute.copy(atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state))
+
     # The loading warp
 
     @cute.jit
@@ -294,30 +325,31 @@ class ForwardSm90:
         unit_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.k_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.v_stages)
+        together = self.together
         first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
-        lane_row, lane_seen = self.rows_from(lists.parts, first_part, parts)
-        run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
+        lane_row = self.parts_from(lists.parts, first_part, together * parts, 0)
+        run_rows, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
             tma_k, tma_v = (t[None, None, kv_head] for t in tmas[1:3])
             load_k = partial(self.load_rows, atoms[1], tma_k, shared.k, pipes.k)
             load_v = partial(self.load_rows, atoms[2], tma_v, shared.v, pipes.v)
-            load_keys = partial(self.load_keys, load_k, load_v, shared, pipes)
-            previous = Int32(-1)
+            previous = [Int32(-1)] * together
             for i in cutlass.range(parts, unroll=1):
-                if i > 0 and i % 32 == 0:
-                    lane_row, lane_seen = self.rows_from(lists.parts, first_part + i, parts - i)
-                row, seen = (cute.arch.shuffle_sync(lane, i % 32) for lane in (lane_row, lane_seen))
-                k_state, v_state, previous = load_keys(row, seen, previous, k_state, v_state)
+                at = together * i
+                if i > 0 and at % 32 == 0:
+                    lane_row = self.parts_from(lists.parts, first_part + at, together * parts - at, 0)
+                rows = [cute.arch.shuffle_sync(lane_row, (at + j) % 32) for j in range(together)]
+                k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, rows, previous, k_state, v_state)
             for r in cutlass.range(runs, unroll=1):
-                next_row, next_tiles = self.run_from(lists.runs, first_run + r + 1, runs - r - 1)
+                next_rows, next_tiles = self.run_from(lists.runs, first_run + r + 1, runs - r - 1)
                 for i in cutlass.range(run_tiles, unroll=1):
-                    row = run_row + BLOCK * i
-                    k_state, v_state, previous = load_keys(row, None, previous, k_state, v_state)
-                run_row, run_tiles = next_row, next_tiles
+                    rows = [row + self.config.keys * i for row in run_rows]
+                    k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, rows, previous, k_state, v_state)
+                run_rows, run_tiles = next_rows, next_tiles
             unit_state.advance()
             first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
-            lane_row, lane_seen = self.rows_from(lists.parts, first_part, parts)
-            run_row, run_tiles = self.run_from(lists.runs, first_run, runs)
+            lane_row = self.parts_from(lists.parts, first_part, together * parts, 0)
+            run_rows, run_tiles = self.run_from(lists.runs, first_run, runs)
             v_state = self.load_values(load_v, pipes.v, previous, v_state)
         # A thread block must not end before the last arrivals at its barriers.
         for _ in cutlass.range_constexpr(self.config.v_stages):
@@ -333,87 +365,77 @@ class ForwardSm90:
 
     @cute.jit
     def parts_from(self, parts, first, count, column: cutlass.Constexpr):
-        """A column of up to 32 partial tiles, one per lane."""
+        """A column of up to 32 parts, one per lane."""
         found, lane = Int32(0), cute.arch.lane_idx()
         if lane < count:
             found = parts[first + lane, column]
         return found
 
     @cute.jit
-    def rows_from(self, parts, first, count):
-        """First row and, where parts are skipped, quarters with pairs of up to 32 partial tiles, one per lane."""
-        row, seen = self.parts_from(parts, first, count, 0), Int32(0)
-        if const_expr(self.splits > 1):
-            seen = self.parts_from(parts, first, count, 3)
-        return row, seen
-
-    @cute.jit
     def run_from(self, runs, index, count):
-        """First row and tiles of a run, if one is left."""
-        row, tiles = Int32(0), Int32(0)
+        """First rows of the parts of a run's tiles, and how many tiles it has, if one is left."""
+        rows, tiles = [Int32(0)] * self.together, Int32(0)
         if count > 0:
-            row, tiles = runs[index, 0], runs[index, 1]
-        return row, tiles
+            tiles = runs[index, 1]
+            for j in cutlass.range_constexpr(self.together):
+                rows[j] = runs[index, 2 * j]
+        return rows, tiles
 
     @cute.jit
-    def load_rows(self, atom, tma, smem, pipe, row, state):
-        """Start the load of keys or values from ``row`` into a stage."""
-        self.load_tile(atom, tile_at(tma, row, 0, (self.config.keys, self.head_dim)), smem, pipe, state)
+    def load_rows(self, atom, tma, smem, pipe, rows, state):
+        """Start the load of keys or values into a stage, 64 from each of ``rows``."""
+        for j in cutlass.range_constexpr(self.together):
+            source = cute.domain_offset((rows[j], 0), tma)
+            self.load_strip(atom, source, smem[None, None, state.index], j, pipe, state)
 
     @cute.jit
-    def load_tile(self, atom, tile, smem, pipe, state):
-        """Start the load of a tile into a stage."""
-        s, g = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tile, 0, 2)
-        )
-        cute.copy(atom, g, s[None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+    def load_keys(self, load_k, load_v, pipes, rows, previous, k_state, v_state):
+        """The keys of a tile, and the values of the keys before."""
+        pipes.k.producer_acquire(k_state)
+        load_k(rows, k_state)
+        k_state.advance()
+        v_state = self.load_values(load_v, pipes.v, previous, v_state)
+        return k_state, v_state, rows
 
     @cute.jit
-    def load_keys(self, load_k, load_v, shared, pipes, row, seen: cutlass.Constexpr, previous, k_state, v_state):
-        """The keys of a tile of the lists, and the values of the keys before each of its parts. With the keys of a
-        partial tile comes which of its quarters are ``seen``, None for a full tile."""
-        for split in cutlass.range_constexpr(self.splits):
-            if const_expr(self.splits > 1 and seen is not None):
-                pipes.k.sync_object_empty.wait(k_state.index, k_state.phase)
-                # The thread that is elected here, always the same one, releases this with the arrival that it makes.
-                with cute.arch.elect_one():
-                    shared.seen[k_state.index] = seen >> split
-            pipes.k.producer_acquire(k_state)
-            load_k(row + self.config.keys * split, k_state)
-            k_state.advance()
-            v_state = self.load_values(load_v, pipes.v, previous, v_state)
-            previous = row + self.config.keys * split
-        return k_state, v_state, previous
-
-    @cute.jit
-    def load_values(self, load_v, pipe, row, state):
+    def load_values(self, load_v, pipe, rows, state):
         """The values of the key tile before, if there is one."""
-        if row >= 0:
+        if rows[0] >= 0:
             pipe.producer_acquire(state)
-            load_v(row, state)
+            load_v(rows, state)
             state.advance()
         return state
 
     # The mask warps
 
     @cute.jit
-    def mask(self, shared, pipes, lists, half):
+    def mask(self, shared, pipes, lists, part, half):
         """Write the bits of a ``half`` of the rows of each partial tile."""
         unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        rows = [64 * half + cute.arch.lane_idx() + 32 * k for k in range(2)]
+        together, own = self.together, [STRIP * half + cute.arch.lane_idx() + 32 * k for k in range(2)]
         pipes.unit.consumer_wait(unit)
         first, parts, full = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL))
         while parts + full > 0:
-            lane_slot = Int32(0)
+            lane_slot, lane_quarter = Int32(0), Int32(0)
             for i in cutlass.range(parts, unroll=1):
-                if i % 32 == 0:
-                    lane_slot = self.parts_from(lists.parts, first + i, parts - i, 1)
-                slot = cute.arch.shuffle_sync(lane_slot, i % 32)
-                bits = [masking.row_bits(lists.ranges, lists.bits, slot, row) for row in rows]
+                at = together * i
+                if at % 32 == 0:
+                    lane_slot = self.parts_from(lists.parts, first + at, together * parts - at, 1)
+                    lane_quarter = self.parts_from(lists.parts, first + at, together * parts - at, 3)
+                bits = cute.make_rmem_tensor((4, 2), Uint32)
+                for j in cutlass.range_constexpr(together):
+                    slot, quarter = (cute.arch.shuffle_sync(lane, (at + j) % 32) for lane in (lane_slot, lane_quarter))
+                    up = STRIP * ((quarter >> 1) - half * part.paired)
+                    for k in cutlass.range_constexpr(2):
+                        row = masking.row_bits(lists.ranges, lists.bits, slot, own[k] + up)
+                        for t in cutlass.range_constexpr(4):
+                            # A part has half of the columns of a predicate, and of a word's bits.
+                            word = row[t] >> Uint32(16 * (quarter & 1))
+                            bits[t, k] = word if const_expr(j == 0) else bits[t, k] & Uint32(0xFFFF) | word << 16
                 pipes.bits.producer_acquire(state)
                 for k in cutlass.range_constexpr(2):
-                    cute.autovec_copy(bits[k], shared.bits[None, rows[k]])
+                    cute.autovec_copy(bits[None, k], shared.bits[None, own[k]])
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     pipes.bits.producer_commit(state)
@@ -426,7 +448,7 @@ class ForwardSm90:
     # The computing warpgroups
 
     @cute.jit
-    def compute(self, mmas, shared, pipes, output, mLSE, carried, scale_log2):
+    def compute(self, mmas, shared, pipes, output, mLSE, carried, part, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
         mma_qk, mma_qk_shared, mma_pv, mma_out = mmas
@@ -449,7 +471,6 @@ class ForwardSm90:
         tools = SimpleNamespace(
             softmax=softmax,
             norm=cute.make_rmem_tensor(2, Float32),
-            begin=cute.make_rmem_tensor(1, Int32) if const_expr(self.splits > 1) else None,
             acc_O=acc_O,
             fragment_q=fragment_q,
             fragment_p=fragment_p,
@@ -460,6 +481,7 @@ class ForwardSm90:
             pipes=pipes,
             thread=thread,
             which=which,
+            part=part,
         )
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((STRIP, keys)), Float32)
         scores = partial(start_scores, acc_S, products, fragment_k)
@@ -474,8 +496,6 @@ class ForwardSm90:
         q_state = self.leave_query(tools, q_state)
         if const_expr(not self.whole_q):
             pipes.rest.consumer_wait(rest_state)
-        if const_expr(self.splits > 1):
-            k_state = self.pass_first(tools, k_state, shared.unit[PARTS, unit.index])
         pipes.k.consumer_wait(k_state)
         scores(k_state.index, rest_state.index)
         warpgroup.wait_group(0)
@@ -486,7 +506,7 @@ class ForwardSm90:
             release(pipes.k, k_state)
             k_state.advance()
             if parts > 0:
-                own, bits = self.take_bits(tools, bits, Int32(self.first_part(tools)))
+                own, bits = self.take_bits(tools, bits)
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
             softmax.lead()
@@ -495,32 +515,13 @@ class ForwardSm90:
             if const_expr(not self.whole_q):  # noqa: SIM102 (known to the compiler, unlike the other)
                 if written:
                     self.leave_rest(pipes, written_rest)
-            skipped = Boolean(False)
-            if const_expr(self.splits > 1):
-                k_state, v_state = self.make_up_first(tools, k_state, v_state)
-            for i in cutlass.range(self.first_part(tools) + 1, self.splits * parts, unroll=1):
-                split = i % self.splits
-                pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
-                if const_expr(self.splits > 1):
-                    if skipped | self.sees(tools, k_state):
-                        k_state, v_state, bits = step(k_state, v_state, rest_state, bits, split, begun, masked=True)
-                        begun = Boolean(True)
-                        v_state = self.make_up(pipes, v_state, skipped)
-                        skipped = Boolean(False)
-                    else:
-                        k_state, bits = self.skip(pipes, k_state, bits, split)
-                        skipped = Boolean(True)
-                else:
-                    k_state, v_state, bits = step(k_state, v_state, rest_state, bits, split, begun, masked=True)
-                    begun = Boolean(True)
-            steps = self.splits * full - (1 if parts == 0 else 0)
-            for _ in cutlass.range(steps, unroll=1):
-                pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
-                k_state, v_state, bits = step(k_state, v_state, rest_state, bits, Int32(0), begun, masked=False)
+            for _ in cutlass.range(parts - 1, unroll=1):
+                k_state, v_state, bits = step(k_state, v_state, rest_state, bits, begun, masked=True)
                 begun = Boolean(True)
-                if const_expr(self.splits > 1):
-                    v_state = self.make_up(pipes, v_state, skipped)
-                    skipped = Boolean(False)
+            steps = full - (1 if parts == 0 else 0)
+            for _ in cutlass.range(steps, unroll=1):
+                k_state, v_state, bits = step(k_state, v_state, rest_state, bits, begun, masked=False)
+                begun = Boolean(True)
 
             pipes.q.consumer_wait(q_state)
             self.take_query(tools)
@@ -533,8 +534,6 @@ class ForwardSm90:
             done = unit.clone()
             unit.advance()
             parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
-            if const_expr(self.splits > 1):
-                k_state = self.pass_first(tools, k_state, parts)
             if parts + full > 0:
                 if const_expr(not self.whole_q):
                     pipes.rest.consumer_wait(rest_state)
@@ -550,24 +549,21 @@ class ForwardSm90:
                 release(pipes.v, v_state)
                 self.leave_accumulator(tools, carried, output, done.index, written_rest.index)
             v_state.advance()
-            if const_expr(self.splits > 1):
-                v_state = self.make_up(pipes, v_state, skipped)
             cute.arch.sync_warp()
             release(pipes.unit, done)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(
-        self, scores, weigh, tools, acc_S, k_state, v_state, rest_state, bits, split, begun, masked: cutlass.Constexpr
-    ):
-        """Scores and softmax of the next tile, whose keys are there, while the values of this one are weighed, which
-        overwrite the accumulator if it has not ``begun``."""
+    def step(self, scores, weigh, tools, acc_S, k_state, v_state, rest_state, bits, begun, masked: cutlass.Constexpr):
+        """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
+        if it has not ``begun``."""
         pipes = tools.pipes
+        pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
         scores(k_state.index, rest_state.index)
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
-            own, bits = self.take_bits(tools, bits, split)
+            own, bits = self.take_bits(tools, bits)
         pieces = self.config.pieces
         for piece in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(pieces - piece)
@@ -598,66 +594,13 @@ class ForwardSm90:
         return k_state, v_state, bits
 
     @cute.jit
-    def sees(self, tools, state):
-        """Whether rows of this warpgroup have pairs in a part of a partial tile, whose keys are there."""
-        return tools.shared.seen[state.index] >> 2 * tools.which & 1 != 0
-
-    def first_part(self, tools):
-        """The part with which this warpgroup begins a unit, 0 or 1."""
-        return 0 if self.splits == 1 else tools.begin[0]
-
-    @cute.jit
-    def pass_first(self, tools, state, parts):
-        """Skip a unit's first part, if it is one of a partial tile and has no pairs for this warpgroup."""
-        skipped = Boolean(False)
-        if parts > 0:
-            tools.pipes.k.consumer_wait(state)
-            skipped = not self.sees(tools, state)
-        if skipped:
-            release(tools.pipes.k, state)
-            state.advance()
-        tools.begin[0] = Int32(skipped)
-        return state
-
-    @cute.jit
-    def skip(self, pipes, k_state, bits, split):
-        """Hand back the keys of a part without pairs for this warpgroup and, with the last part of a partial tile, its
-        predicate. What says that there are none has been read: the branch to here has waited for it."""
-        release(pipes.k, k_state)
-        k_state.advance()
-        if split == self.splits - 1:
-            pipes.bits.consumer_wait(bits)
-            release(pipes.bits, bits)
-            bits.advance()
-        return k_state, bits
-
-    @cute.jit
-    def make_up_first(self, tools, k_state, v_state):
-        """Hand back the values of a unit's first part, if it was skipped. The keys' state passes through, because a
-        loop's registers follow the order in which it assigns variables, also in kernels that never skip."""
-        return k_state, self.make_up(tools.pipes, v_state, tools.begin[0] > 0)
-
-    @cute.jit
-    def make_up(self, pipes, state, skipped):
-        """Hand back the values of a part that was ``skipped``, behind those of the part before it."""
-        if skipped:
-            pipes.v.consumer_wait(state)
-            release(pipes.v, state)
-            state.advance()
-        return state
-
-    @cute.jit
-    def take_bits(self, tools, state, split):
-        """The bits of this thread's two rows of a partial tile, from those of the keys in a ``split`` on."""
+    def take_bits(self, tools, state):
+        """The bits of this thread's two rows of a partial tile."""
         tools.pipes.bits.consumer_wait(state)
         row = STRIP * tools.which + masking.row_of(tools.thread)
         own = masking.own_bits(tools.shared.bits, row, tools.thread)
-        if split == self.splits - 1:
-            release_read(tools.pipes.bits, state, own)
-            state.advance()
-        if const_expr(self.splits > 1):
-            for r in cutlass.range_constexpr(2):
-                own[r] >>= Uint32(self.config.keys // 4 * split)
+        release_read(tools.pipes.bits, state, own)
+        state.advance()
         return own, state
 
     @cute.jit
@@ -679,7 +622,8 @@ class ForwardSm90:
         """Query head and first row of this warpgroup's strip of a unit, rows from there to the end of the block (more
         than a strip's, or less than 1), and touch."""
         head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
-        return head, row + STRIP * tools.which, rows - STRIP * tools.which, touch
+        down = STRIP * tools.which * (1 - tools.part.paired)
+        return head + tools.which * tools.part.paired, row + down, rows - down, touch
 
     @cute.jit
     def take_state(self, tools, carried, place):
@@ -872,7 +816,8 @@ def compile_forward(dtype: torch.dtype, head_dim: int):
         *tokens,
         statistics[0],
         Carried(fake(Float32, sym(), sym(), head_dim), *statistics[1:]),
-        fake_lists(),
+        fake_lists(parts=True),
+        Heads(*map(Int32, (0, 1, 1))),
         fake(Int32, 1, aligned=False),
         Float32(1),
         Int32(1),
@@ -881,19 +826,34 @@ def compile_forward(dtype: torch.dtype, head_dim: int):
     )
 
 
+def launches(lists: WorkList, group: int, head_dim: int) -> list[tuple[PartList, Heads]]:
+    """What is launched for a call: of each key/value head's ``group`` of query heads pairs compute strips, and one that
+    is left over computes blocks. What has nothing to compute is left out."""
+    together, pairs = CONFIGS[head_dim].keys // PART, group // 2
+    found = [
+        (parts_of(lists, strips=bool(heads.paired), together=together), heads)
+        for heads in (Heads(0, pairs, 1), Heads(2 * pairs, group % 2, 0))
+        if heads.units
+    ]
+    return [(parts, heads) for parts, heads in found if len(parts.items)]
+
+
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: State, lists: WorkList, scale: float, sms: int
 ) -> None:
     """Run the kernel on the current stream. Shapes as in `marble.kernels.contract.Backend.forward`."""
-    compile_forward(q.dtype, q.shape[2])(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        (state.acc, state.m, state.l),
-        lists_of(lists),
-        counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
-        scale * math.log2(math.e),
-        min(sms, len(lists.items) * q.shape[1]),
-    )
+    kernel, kv_heads = compile_forward(q.dtype, q.shape[2]), k.shape[1]
+    for parts, heads in launches(lists, q.shape[1] // kv_heads, q.shape[2]):
+        kernel(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            (state.acc, state.m, state.l),
+            lists_of(parts),
+            heads,
+            counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
+            scale * math.log2(math.e),
+            min(sms, len(parts.items) * kv_heads * heads.units),
+        )

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from marble.kernels.cute.worklist import BLOCK, FULL_TILE, PARTIAL_COST, WorkList
+from marble.kernels.cute.worklist import BLOCK, FULL_TILE, PARTIAL_COST, WorkList, members
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,21 +112,13 @@ def _counted(numbers: Tensor) -> Tensor:
 def _entries(work: WorkList) -> tuple[Tensor, Tensor]:
     """All tiles of a list: the item of each, and its row of `WorkList.parts` without a number, int64 [tiles, 4]."""
     items, device = work.items.long(), work.items.device
-    numbers = torch.arange(len(items), device=device)
-
-    def members(first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """For each group its members, ``count`` successive numbers from ``first``: the group of each, and it."""
-        group = torch.repeat_interleave(torch.arange(len(count), device=device), count)
-        inside = torch.arange(len(group), device=device) - (count.cumsum(0) - count)[group]
-        return group, first[group] + inside
-
     part_owner, part = members(items[:, 2], items[:, 3])
     run_owner, run = members(items[:, 4], items[:, 5])
     rows, blocks = work.runs[run].long().unbind(1)
     of, number = members(torch.zeros_like(blocks), blocks)
     full = torch.tensor([0, FULL_TILE, BLOCK, 15], device=device).repeat(len(of), 1)
     full[:, 0] = rows[of] + BLOCK * number
-    return torch.cat([numbers[part_owner], run_owner[of]]), torch.cat([work.parts[part].long(), full])
+    return torch.cat([part_owner, run_owner[of]]), torch.cat([work.parts[part].long(), full])
 
 
 def _places(work: WorkList, owner: Tensor, row: Tensor) -> Tensor:

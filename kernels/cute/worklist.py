@@ -163,7 +163,7 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
         *(run_ptr[:-1], run_ptr.diff(), full),
         torch.cat([side.touch for side in sides]),
     )
-    arranged = _arranged(columns, section, [x.outer for x in lists])
+    in_order = arranged(columns, section, [x.outer for x in lists])
     ranges, bits = [len(x.ranges) for x in lists], [len(x.bits) for x in lists]
     numbers = [len(x.parts) for x in lists]
     ranges_before, bits_before = (
@@ -178,8 +178,19 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
     ran = torch.stack([row, blocks], 1).int()
     return [
         WorkList(*items, resolved, ran, _dense(x.ranges), _dense(x.bits))
-        for items, x in zip(arranged, lists, strict=True)
+        for items, x in zip(in_order, lists, strict=True)
     ]
+
+
+def whole_quarters(ranges: Tensor, bits: Tensor) -> Tensor:
+    """Which quarters of predicates have all pairs, each row of a quarter in one of its ranges; else as `_quarters`."""
+    half = BLOCK // 2
+    first, last = ([ranges >> shift & 255 for shift in shifts] for shifts in ((0, 16), (8, 24)))
+    inner_halves = [
+        (first[0] <= at) & (last[0] >= at + half) | (first[1] <= at) & (last[1] >= at + half) for at in (0, half)
+    ]
+    every = torch.cat([torch.stack(inner_halves, 2), (bits == -1).unflatten(2, (2, 2)).all(3)])
+    return _packed(every.unflatten(1, (2, half)).all(2))
 
 
 def _quarters(ranges: Tensor, bits: Tensor) -> Tensor:
@@ -192,8 +203,19 @@ def _quarters(ranges: Tensor, bits: Tensor) -> Tensor:
         ((first[0].clamp(min=half) < last[0]) | (first[1].clamp(min=half) < last[1])),
     )
     some = torch.cat([torch.stack(inner_halves, 2), (bits != 0).unflatten(2, (2, 2)).any(3)])
-    quarters = some.unflatten(1, (2, half)).any(2).flatten(1)
-    return (quarters.long() << torch.arange(4, device=quarters.device)).sum(1)
+    return _packed(some.unflatten(1, (2, half)).any(2))
+
+
+def _packed(quarters: Tensor) -> Tensor:
+    """bool [slots, outer half, inner half] as bits."""
+    return (quarters.flatten(1).long() << torch.arange(4, device=quarters.device)).sum(1)
+
+
+def members(first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """For each group its members, ``count`` successive numbers from ``first``: the group of each, and it."""
+    group = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+    inside = torch.arange(len(group), device=count.device) - (count.cumsum(0) - count)[group]
+    return group, first[group] + inside
 
 
 def _sections(owner: Tensor, first: Tensor, last: Tensor, blocks: int) -> Tensor:
@@ -223,7 +245,7 @@ def _dense(table: Tensor) -> Tensor:
     return table if table.stride() == fresh.stride() else fresh.copy_(table)
 
 
-def _arranged(columns: tuple[Tensor, ...], section: Tensor, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+def arranged(columns: tuple[Tensor, ...], section: Tensor, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """`WorkList.items` and `WorkList.sections` of the outer blocks that have tiles, for each of several lists.
 
     Args:
@@ -367,5 +389,5 @@ def _band_list(
     columns = (outer.row, outer.rows, part_ptr[:-1], part_ptr.diff(), run_ptr[:-1], run_ptr.diff(), full, touch)
     nothing = torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device)
     parts = torch.stack([inner_row[chosen], slot, inner_rows[chosen], _quarters(words, nothing)[slot]], 1).int()
-    ((items, sections),) = _arranged(columns, sequence, [len(sequence)])
+    ((items, sections),) = arranged(columns, sequence, [len(sequence)])
     return WorkList(items, sections, parts, runs, words, nothing)

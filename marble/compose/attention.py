@@ -125,7 +125,8 @@ def attention(
         connection = connect(name, members, q.device)
         ranks = _Ranks(connection, f"layer {layer}", plan.digest.numpy().tobytes(), timeout)
     schedules = plan.schedules_on(q.device)[layer]
-    chosen.prepare([work for schedule in schedules.values() for work in schedule.works])
+    works = [work for schedule in schedules.values() for work in schedule.works]
+    chosen.prepare(works, group=shape.heads // shape.kv_heads, head_dim=shape.head_dim)
     run = _Run(schedules, plan.order.lengths, chosen, ranks, shape.softmax_scale, debug)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _Attention.apply(q, k, v, run)

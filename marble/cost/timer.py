@@ -34,7 +34,7 @@ class CudaTimer:
         k, v = (torch.randn(rows, KV_HEADS, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
         lse = torch.zeros(HEADS, rows, device=device)
         work, scale = move(case.work(), device), dim**-0.5
-        self._backend.prepare([work])
+        self._backend.prepare([work], group=HEADS // KV_HEADS, head_dim=dim)
         if case.backward:
             delta = self._backend.delta(out, dout)
             dq, dk, dv = (torch.zeros(h, rows, dim, device=device) for h in (HEADS, KV_HEADS, KV_HEADS))

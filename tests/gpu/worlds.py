@@ -49,7 +49,7 @@ class Nothing:
     name = "nothing"
     writes_gradients = False
 
-    def prepare(self, works: Any) -> None:
+    def prepare(self, works: Any, **_: Any) -> None:
         pass
 
     def forward(self, *args: Any, **options: Any) -> None:

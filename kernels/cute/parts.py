@@ -1,0 +1,134 @@
+"""Lists of parts, 64 keys each: what the forward kernel reads, cut from a `WorkList` by query block.
+
+Two warpgroups share the keys and values of a tile, 64 query rows each. If a key/value head has two query heads left,
+they take the same rows, a *strip*, with one head each: both see the same keys, so that what these rows do not see is
+not even loaded, and what they see all of needs no predicate, also where it is a quarter of a partial tile. A head that
+is left alone takes a block of 128 rows. A tile of the kernel is one part or two, from anywhere: parts that have
+predicates make tiles together, and so do full ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, arranged, members, whole_quarters
+
+PART = 64
+"""Keys of a part, and query rows of a strip."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartList(WorkList):
+    """A `WorkList` by query block, cut into parts. What differs:
+
+    Attributes:
+        items: the first two columns are those of a strip or block. Partial and full tiles are the kernel's, of one part
+            or two; the third column is the first partial part.
+        parts: int32 [partial parts, 4], (first key row, slot, 64, the quarter of the predicate with which the part
+            begins: 2 · half of the rows + half of the keys). The parts of a tile follow one another.
+        runs: int32 [runs, 3], (first key row of the first part, tiles, first key row of the second part): those of tile
+            i are so many rows behind these as i tiles have keys.
+        ranges: two more rows than in the list that was cut: all columns, and none.
+    """
+
+
+_cut: WeakKeyDictionary[WorkList, dict[tuple[bool, int], PartList]] = WeakKeyDictionary()
+
+
+def parts_of(work: WorkList, *, strips: bool, together: int) -> PartList:
+    """A list by query block, cut into parts. Cut once per list, on its device.
+
+    Args:
+        work: the list.
+        strips: whether its outer blocks become strips of 64 rows.
+        together: parts of a tile, 1 or 2.
+    """
+    known = _cut.setdefault(work, {})
+    if (strips, together) not in known:
+        known[strips, together] = _parts_of(work, 2 if strips else 1, together)
+    return known[strips, together]
+
+
+def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
+    """``halves``: strips of a query block, 2, or 1 for the block as it is."""
+    items, device = work.items.long(), work.items.device
+    outer, height = len(items) * halves, BLOCK // halves
+    every_column, no_column = len(work.ranges), len(work.ranges) + 1
+    ranges = torch.nn.functional.pad(work.ranges, (0, 0, 0, 2))
+    ranges[every_column] = BLOCK << 8
+
+    owner, partial, single_owner, single = _quarters(work, halves)
+    pair_owner, pairs, left = _paired(single_owner, single, outer, together)
+    run_item, run = members(items[:, 4], items[:, 5])
+    row, blocks = work.runs[run].long().unbind(1)
+    each = torch.arange(halves, device=device)
+    run_owner = torch.cat([(run_item[:, None] * halves + each).flatten(), pair_owner])
+    runs = torch.stack([row, BLOCK // PART // together * blocks, row + PART], 1).repeat_interleave(halves, 0)
+    runs = torch.cat([runs, pairs])
+    run_count = torch.bincount(run_owner, minlength=outer)
+
+    # Parts of nothing fill tiles up, and are what rows have that see nothing of what their block sees, but are touched.
+    touch = items[:, 7].repeat_interleave(halves)
+    count = torch.bincount(torch.cat([owner, single_owner[left]]), minlength=outer)
+    wanted = (count + together - 1) // together * together
+    wanted = torch.where((count == 0) & (run_count == 0) & (touch > 0), together, wanted)
+    filled, _ = members(torch.zeros_like(wanted), wanted - count)
+
+    def without_predicate(rows: Tensor, slot: int) -> Tensor:
+        return torch.stack([rows, *(torch.full_like(rows, x) for x in (slot, PART, 0))], 1)
+
+    parts = [partial, without_predicate(single[left], every_column)]
+    parts.append(without_predicate(torch.full_like(filled, NOWHERE), no_column))
+    by_owner = torch.argsort(torch.cat([owner, single_owner[left], filled]), stable=True)
+    runs_by_owner = torch.argsort(run_owner, stable=True)
+    columns = (
+        (items[:, :1] + height * each).flatten(),
+        (items[:, 1:2] - height * each).clamp(max=height).flatten(),
+        wanted.cumsum(0) - wanted,
+        wanted // together,
+        run_count.cumsum(0) - run_count,
+        run_count,
+        torch.zeros_like(run_count).index_add_(0, run_owner, runs[:, 1]),
+        touch,
+    )
+    there = (columns[1] > 0) & ((wanted > 0) | (run_count > 0))
+    section = work.sections[:, 0].long().repeat_interleave(halves)
+    ((items, sections),) = arranged(tuple(x[there] for x in columns), section[there], [int(there.sum())])
+    return PartList(items, sections, torch.cat(parts)[by_owner].int(), runs[runs_by_owner].int(), ranges, work.bits)
+
+
+def _quarters(work: WorkList, halves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a list's partial tiles are cut into: the owner of each partial part, and its row of `PartList.parts`; the
+    owner of each full part, and its first key row. An owner is a strip or block, numbered as the items are."""
+    owner, tile = members(work.items[:, 2].long(), work.items[:, 3].long())
+    tiles = work.parts[tile].long()
+    slot = torch.where(tiles[:, 1] >= 0, tiles[:, 1], len(work.ranges) + ~tiles[:, 1])
+    some, every = (
+        (quarters[:, None] >> torch.arange(4, device=tiles.device) & 1).view(-1, 2, 2)
+        for quarters in (tiles[:, 3], whole_quarters(work.ranges, work.bits)[slot])
+    )
+    if halves == 1:
+        some, every = some.amax(1, keepdim=True), every.amin(1, keepdim=True)
+    found: list[Tensor] = []
+    for which in (some > every, every):
+        tile, row_half, key_half = which.nonzero(as_tuple=True)
+        own = tiles[tile, 0] + PART * key_half
+        fields = (own, tiles[tile, 1], torch.full_like(own, PART), 2 * row_half + key_half)
+        found += [owner[tile] * halves + row_half, torch.stack(fields, 1)]
+    return found[0], found[1], found[2], found[3][:, 0]
+
+
+def _paired(owner: Tensor, row: Tensor, owners: int, together: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Full parts as tiles: the owner of each tile and its row of `PartList.runs`; and the parts that are left over."""
+    by_owner = torch.argsort(owner, stable=True)
+    count = torch.bincount(owner, minlength=owners)
+    place = torch.empty_like(by_owner)
+    place[by_owner] = torch.arange(len(owner), device=owner.device) - (count.cumsum(0) - count)[owner[by_owner]]
+    left = place >= (count // together * together)[owner]
+    begins = by_owner[~left[by_owner]][::together]
+    ends = by_owner[~left[by_owner]][together - 1 :: together]
+    return owner[begins], torch.stack([row[begins], torch.ones_like(begins), row[ends]], 1), left

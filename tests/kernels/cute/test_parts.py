@@ -1,0 +1,146 @@
+"""Lists cut into parts: together, the heads' units compute the pairs of the list that they were cut from."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sequences import bounds_of
+from torch import Tensor
+
+from marble import Layout, Span
+from marble.kernels.contract import Band, Touch, Varlen
+from marble.kernels.cute.parts import PART, parts_of
+from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower
+from marble.mask.storage import Storage
+from marble.mask.tiles import StoredMask
+from marble.testing.layouts import whole_call
+from marble.workloads import WORKLOADS, build
+
+
+def predicate(work: WorkList, slot: int) -> Tensor:
+    """bool [128, 128]."""
+    if slot < 0:
+        return (work.bits[~slot].long().unsqueeze(2) >> torch.arange(32) & 1).flatten(1).bool()
+    columns, words = torch.arange(BLOCK), work.ranges[slot].long().unsqueeze(1)
+    lo0, hi0, lo1, hi1 = (words >> shift & 255 for shift in (0, 8, 16, 24))
+    return (columns >= lo0) & (columns < hi0) | (columns >= lo1) & (columns < hi1)
+
+
+def pairs(work: WorkList, rows: int, keys: int) -> Tensor:
+    """How often a list of whole tiles computes each pair, int32 [rows, keys]."""
+    count = torch.zeros(rows + BLOCK, keys + BLOCK, dtype=torch.int32)
+    for row, _, part, parts, run, runs, _, _ in work.items.tolist():
+        for first, slot, _, _ in work.parts[part : part + parts].tolist():
+            if first != NOWHERE:
+                count[row : row + BLOCK, first : first + BLOCK] += predicate(work, slot)
+        for first, blocks in work.runs[run : run + runs].tolist():
+            count[row : row + BLOCK, first : first + BLOCK * blocks] += 1
+    return count[:rows, :keys]
+
+
+def check(work: WorkList, rows: int, keys: int) -> None:
+    """Strips and blocks of parts compute what the list does; each has something to compute, and the right touch. Rows
+    that neither see nor are touched may be left out."""
+    expected, touches = pairs(work, rows, keys), {}
+    for row, length, *_, touch in work.items.tolist():
+        touches |= dict.fromkeys(range(row, row + length), touch)
+    for strips, together in product((False, True), (1, 2)):
+        cut, height = parts_of(work, strips=strips, together=together), PART if strips else BLOCK
+        assert parts_of(work, strips=strips, together=together) is cut
+        count = torch.zeros(rows + BLOCK, keys + BLOCK, dtype=torch.int32)
+        found, every, none = {}, len(work.ranges), len(work.ranges) + 1
+        for row, length, part, partial, run, runs, full, touch in cut.items.tolist():
+            assert 0 < length <= height
+            assert partial + full > 0
+            found |= dict.fromkeys(range(row, row + length), touch)
+            own = cut.parts[part : part + partial * together].tolist()
+            assert len(own) == partial * together
+            kinds = [slot if slot in (every, none) else 0 for _, slot, _, _ in own]
+            assert kinds.count(every) < together, "full parts make full tiles"
+            assert kinds.count(none) < together or not any(set(kinds) - {none})
+            for first, slot, size, quarter in own:
+                assert size == PART
+                top, left = PART * (quarter >> 1), PART * (quarter & 1)
+                pairs_of_part = predicate(cut, slot)[top : top + height, left : left + PART]
+                assert pairs_of_part.any() == (slot != none), "what has no pairs is left out"
+                assert pairs_of_part.all() == (slot == every), "what has all pairs has no predicate"
+                assert (first == NOWHERE) == (slot == none)
+                if first != NOWHERE:
+                    count[row : row + height, first : first + PART] += pairs_of_part
+            of = cut.runs[run : run + runs].tolist()
+            assert sum(tiles for _, tiles, _ in of) == full
+            for a, tiles, b in of:
+                assert length == height
+                for i in range(tiles):
+                    for first in (a, b)[:together]:
+                        first += i * PART * together
+                        count[row : row + height, first : first + PART] += 1
+        assert torch.equal(count[:rows, :keys], expected)
+        assert found.items() <= touches.items()
+        assert not any(touches[row] or expected[row].any() for row in touches.keys() - found.keys())
+        assert (cut.sections[:, 0] + cut.sections[:, 1] <= len(cut.items)).all()
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads(name: str) -> None:
+    layout, window = build(name, 3000, scale=WORKLOADS[name].demo_scale), 300 if name == "gemma_docs" else None
+    check(lower(whole_call(layout, window)).by_query, layout.tokens, layout.tokens)
+
+
+TOUCHES = [Touch.CARRY, Touch.FIRST, Touch.LAST, Touch.FIRST | Touch.LAST]
+
+lengths = st.lists(st.integers(0, 500), min_size=1, max_size=4)
+
+
+@given(st.sampled_from(list(Band)), lengths, lengths, st.integers(0, 5), st.sampled_from(TOUCHES))
+@settings(deadline=None)
+def test_dense_sequences(band: Band, queries: list[int], keys: list[int], gap: int, each: Touch) -> None:
+    """Unaligned and empty ones, and rows that see nothing but are touched."""
+    keys = (keys * 4)[: len(queries)]
+    bounds = [bounds_of(lengths, gap) for lengths in (queries, keys)]
+    touch = torch.full((len(queries),), int(each), dtype=torch.uint8)
+    work = lower(Varlen(*bounds, band, touch)).by_query
+    check(work, *(int(b.max()) + gap for b in bounds))
+
+
+def test_masks_without_structure() -> None:
+    """Predicates by bits; whole quarters among them, and a strip that sees nothing while its block does."""
+    tokens = 900
+    user = {"a": torch.randint(0, 3, (tokens,)), "b": torch.randint(0, 3, (tokens,))}
+    user["a"][2 * BLOCK : 2 * BLOCK + PART] = 9
+    user["a"][4 * BLOCK : 4 * BLOCK + PART] = 1
+    user["b"][3 * BLOCK + PART : 5 * BLOCK] = 1
+    stored = StoredMask(Storage.natural(Layout.from_cu_seqlens([0, tokens])), lambda q, k: q.a == k.b, user=user)
+    tiles = stored.tiles(torch.arange(700), torch.arange(tokens), BLOCK)
+    work = lower(tiles).by_query
+    check(work, 700, tokens)
+    for together in (1, 2):
+        cut = parts_of(work, strips=True, together=together)
+        (blind,) = [item for item in cut.items.tolist() if item[0] == 2 * BLOCK]
+        assert blind[3:7] == [1, blind[4], 0, 0]
+        untouched = lower(replace(tiles, touch=torch.zeros_like(tiles.touch))).by_query
+        check(untouched, 700, tokens)
+        assert 2 * BLOCK not in parts_of(untouched, strips=True, together=together).items[:, 0]
+    assert len(cut.runs) > len(work.runs)
+
+
+def test_a_window_has_two_partial_parts() -> None:
+    """The diagonal's and the edge's, of 17 that see 64 rows: the rest of the four quarters is full or left out. In
+    tiles of two, the parts with predicates are one of them, and the full part that is left over is another."""
+    layout = Layout([[Span("causal", 4096)]])
+    work = lower(whole_call(layout, 1024)).by_query
+    for together, partial, full in ((1, 2, 15), (2, 2, 7)):
+        cut = parts_of(work, strips=True, together=together)
+        inside = cut.items[cut.items[:, 0] >= 1024]
+        assert (inside[:, 3] == partial).all()
+        assert (inside[:, 6] == full).all()
+
+
+def test_nothing_visible() -> None:
+    nothing = torch.tensor([[0, 0]], dtype=torch.int32)
+    work = lower(Varlen(nothing, nothing, Band.FULL, torch.zeros(1, dtype=torch.uint8))).by_query
+    for strips, together in product((False, True), (1, 2)):
+        assert not len(parts_of(work, strips=strips, together=together).items)
