@@ -47,7 +47,7 @@ class CuteBackend:
         """See `Backend.prepare`."""
         lower_all(works)
         for work in works:
-            forward_sm90.launches(lower(work).by_query, group, head_dim)
+            forward_sm90.cut(lower(work).by_query, group, head_dim)
 
     def forward(
         self,

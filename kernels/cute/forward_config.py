@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutlass import Int32, cute, pipeline
+from cutlass import cute, pipeline
 from flash_attn.cute import pipeline as fa_pipeline
-from quack.cute_dsl_utils import mlir_namedtuple
 
 STRIP = 64
 """Query rows that a computing warpgroup computes: half a query block."""
@@ -25,8 +24,10 @@ REST_STAGES = 2
 PLACES = 3
 """Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
 
-ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD = range(10)
-"""What shared memory holds of a unit: the columns of `WorkList.items`, then the query and the key/value head."""
+ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD, PAIRED = range(11)
+"""What shared memory holds of a unit: the columns of `PartList.items`, the first query head and the key/value head, and
+1 if it is a strip with two successive heads, one for each computing warpgroup; 0 if it is a block with one, and the
+second warpgroup computes the 64 rows behind the first one's."""
 
 FIELDS = 16
 """Room for that."""
@@ -80,22 +81,6 @@ CONFIGS = {
     128: ForwardConfig(128, 128, 128, k_stages=3, v_stages=2, pieces=1, load_registers=40, math_registers=232),
     256: ForwardConfig(256, 64, 128, k_stages=2, v_stages=2, pieces=1, late=True),
 }
-
-
-@mlir_namedtuple
-class Heads(NamedTuple):
-    """Which of the query heads of a key/value head a launch computes.
-
-    Attributes:
-        first: the first of them.
-        units: how many units they make with each item.
-        paired: 1 if a unit has two successive heads, one for each computing warpgroup, which compute the same rows; 0
-            if it has one, and the second warpgroup computes the 64 rows behind the first one's.
-    """
-
-    first: Int32
-    units: Int32
-    paired: Int32
 
 
 class Carried(NamedTuple):

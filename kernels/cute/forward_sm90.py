@@ -41,6 +41,7 @@ from marble.kernels.cute.forward_config import (
     MASK_WARPS,
     OUT_COLUMNS,
     OUT_ROWS,
+    PAIRED,
     PARTS,
     PLACES,
     REST_STAGES,
@@ -52,7 +53,6 @@ from marble.kernels.cute.forward_config import (
     TOUCH,
     Carried,
     ForwardConfig,
-    Heads,
     Pipes,
     Shared,
 )
@@ -60,7 +60,7 @@ from marble.kernels.cute.ordering import afresh, arrive_behind, complete, prefet
 from marble.kernels.cute.parts import PART, PartList, parts_of
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import counter_of, fetch, unit_at
-from marble.kernels.cute.worklist import BLOCK, WorkList
+from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList
 
 
 class ForwardSm90:
@@ -83,7 +83,7 @@ class ForwardSm90:
         mLSE: cute.Tensor,
         carried: Carried,
         lists: Lists,
-        part: Heads,
+        strips: Int32,
         counter: cute.Tensor,
         scale_log2: Float32,
         ctas: Int32,
@@ -93,7 +93,7 @@ class ForwardSm90:
 
         Args:
             lists: a `PartList`.
-            part: the heads that are computed.
+            strips: see there.
             counter: see `units.fetch`.
             scale_log2: softmax scale times log₂ e.
             ctas: thread blocks, at most one per multiprocessor.
@@ -111,12 +111,10 @@ class ForwardSm90:
             cpasync.make_tiled_tma_atom(load, x, layout(loaded), loaded) for x in (mQ, mK, mV)
         )
         atom_o, tma_o = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mO, layout(written), written)
-        # The second for the rest of the query tile.
-        mma_qk, mma_qk_shared = (
-            sm90_utils.make_tiled_mma(
-                self.dtype, "K", "K", self.config.keys // self.config.pieces, source, atom_layout_mnk=(1, 1, 1)
-            )
-            for source in ("RS", "SS")
+        # The second for the rest of the query tile, the third for half a tile of keys.
+        mma_qk, mma_qk_shared, mma_part = (
+            sm90_utils.make_tiled_mma(self.dtype, "K", "K", keys, source, atom_layout_mnk=(1, 1, 1))
+            for keys, source in ((self.config.keys // self.config.pieces, "RS"), (PART, "SS"), (PART, "RS"))
         )
         # The second for the columns that are written at a time.
         mma_pv, mma_out = (
@@ -151,11 +149,11 @@ class ForwardSm90:
             mLSE,
             carried,
             lists,
-            part,
+            strips,
             counter,
             scale_log2,
             (layout_q, layout_k, layout_v, layout_out),
-            (mma_qk, mma_qk_shared, mma_pv, mma_out),
+            (mma_qk, mma_qk_shared, mma_part, mma_pv, mma_out),
             fitting(Storage),
         ).launch(grid=[ctas, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
@@ -168,7 +166,7 @@ class ForwardSm90:
         mLSE,
         carried,
         lists,
-        part,
+        strips,
         counter,
         scale_log2,
         layouts,
@@ -238,43 +236,48 @@ class ForwardSm90:
             if warp == 0:
                 self.load(tmas, atoms, shared, pipes, lists)
             if warp == 1:
-                self.deal(tmas, atoms, shared, pipes, lists, part, counter, carried.acc)
+                self.deal(tmas, atoms, shared, pipes, lists, strips, counter, carried.acc)
             if warp >= 2:
-                self.mask(shared, pipes, lists, part, warp - 2)
+                self.mask(shared, pipes, lists, warp - 2)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
-            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, part, scale_log2)
+            self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, scale_log2)
 
     # The dealing warp
 
     @cute.jit
-    def deal(self, tmas, atoms, shared, pipes, lists, part, counter, acc):
+    def deal(self, tmas, atoms, shared, pipes, lists, strips, counter, acc):
         """Fetch units, write them down, load their query tiles and call their accumulators into the L2 cache, until
         there are none left."""
         lane, heads, kv_heads = cute.arch.lane_idx(), tmas[0].shape[2], tmas[1].shape[2]
         group = heads // kv_heads
-        units = lists.items.shape[0] * kv_heads * part.units
+        paired_units = strips * kv_heads * (group // 2)
+        units = paired_units + (lists.items.shape[0] - strips) * kv_heads
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         rest_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.out_stages)
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
-            item, kv_head, member = unit_at(lists, number, kv_heads, part.units)
+            place, members, begin, paired = number, group // 2, Int32(0), Int32(1)
+            if number >= paired_units:
+                place, members, begin, paired = number - paired_units, Int32(1), strips, Int32(0)
+            item, kv_head, member = unit_at(lists, place, kv_heads, members, begin)
             field = Int32(0)
             if lane < HEAD:
                 field = lists.items[item, lane]
-            head = kv_head * group + part.first + member * (1 + part.paired)
+            head = kv_head * group + (2 * member if paired != 0 else group - 1)
             field = head if lane == HEAD else field
             field = kv_head if lane == KV_HEAD else field
+            field = paired if lane == PAIRED else field
             self.write_unit(shared, pipes, state, field)
             state.advance()
             row, rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, TOUCH))
             pipes.q.producer_acquire(q_state)
-            load_query = partial(self.load_query, atoms[0], tmas[0], part, head, row)
+            load_query = partial(self.load_query, atoms[0], tmas[0], paired, head, row)
             load_query(0, shared.q, pipes.q, q_state)
             q_state.advance()
             if touch & int(Touch.FIRST) == 0:
-                for own in cutlass.range(head, head + part.paired + 1, unroll=1):
+                for own in cutlass.range(head, head + paired + 1, unroll=1):
                     with cute.arch.elect_one():
                         prefetch(fa_utils.elem_pointer(acc, (own, row, 0)), rows * self.head_dim * 4)
             if const_expr(not self.whole_q):
@@ -298,11 +301,11 @@ class ForwardSm90:
             pipes.unit.producer_commit(state)
 
     @cute.jit
-    def load_query(self, atom, tma, part, head, row, column: cutlass.Constexpr, smem, pipe, state):
+    def load_query(self, atom, tma, paired, head, row, column: cutlass.Constexpr, smem, pipe, state):
         """Start the loads of both computing warpgroups' query rows into a stage, from a ``column`` on."""
         for which in cutlass.range_constexpr(2):
             tile = cute.domain_offset(
-                (row + STRIP * which * (1 - part.paired), column), tma[None, None, head + which * part.paired]
+                (row + STRIP * which * (1 - paired), column), tma[None, None, head + which * paired]
             )
             self.load_strip(atom, tile, smem[None, None, state.index], which, pipe, state)
 
@@ -327,17 +330,18 @@ class ForwardSm90:
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.v_stages)
         together = self.together
         first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
-        lane_row = self.parts_from(lists.parts, first_part, together * parts, 0)
+        lane_row = self.parts_from(lists.parts, first_part, parts, 0)
         run_rows, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
             tma_k, tma_v = (t[None, None, kv_head] for t in tmas[1:3])
             load_k = partial(self.load_rows, atoms[1], tma_k, shared.k, pipes.k)
             load_v = partial(self.load_rows, atoms[2], tma_v, shared.v, pipes.v)
             previous = [Int32(-1)] * together
-            for i in cutlass.range(parts, unroll=1):
+            alone = self.parts_from(lists.parts, first_part + parts - 1, parts % together, 0)
+            for i in cutlass.range(parts // together, unroll=1):
                 at = together * i
                 if i > 0 and at % 32 == 0:
-                    lane_row = self.parts_from(lists.parts, first_part + at, together * parts - at, 0)
+                    lane_row = self.parts_from(lists.parts, first_part + at, parts - at, 0)
                 rows = [cute.arch.shuffle_sync(lane_row, (at + j) % 32) for j in range(together)]
                 k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, rows, previous, k_state, v_state)
             for r in cutlass.range(runs, unroll=1):
@@ -346,9 +350,12 @@ class ForwardSm90:
                     rows = [row + self.config.keys * i for row in run_rows]
                     k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, rows, previous, k_state, v_state)
                 run_rows, run_tiles = next_rows, next_tiles
+            if parts % together != 0:
+                rows = [cute.arch.shuffle_sync(alone, 0)] + [Int32(NOWHERE)] * (together - 1)
+                k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, rows, previous, k_state, v_state)
             unit_state.advance()
             first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
-            lane_row = self.parts_from(lists.parts, first_part, together * parts, 0)
+            lane_row = self.parts_from(lists.parts, first_part, parts, 0)
             run_rows, run_tiles = self.run_from(lists.runs, first_run, runs)
             v_state = self.load_values(load_v, pipes.v, previous, v_state)
         # A thread block must not end before the last arrivals at its barriers.
@@ -358,7 +365,7 @@ class ForwardSm90:
 
     @cute.jit
     def await_unit(self, shared, pipes, state):
-        """Of the next unit: first and number of partial tiles and of runs, and the key/value head."""
+        """Of the next unit: first and number of partial parts and of runs, and the key/value head."""
         pipes.unit.consumer_wait(state)
         fields = (FIRST_PART, PARTS, FIRST_RUN, RUNS, KV_HEAD)
         return tuple(shared.unit[field, state.index] for field in fields)
@@ -409,52 +416,64 @@ class ForwardSm90:
     # The mask warps
 
     @cute.jit
-    def mask(self, shared, pipes, lists, part, half):
+    def mask(self, shared, pipes, lists, half):
         """Write the bits of a ``half`` of the rows of each partial tile."""
         unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        together, own = self.together, [STRIP * half + cute.arch.lane_idx() + 32 * k for k in range(2)]
+        together = self.together
+        write = partial(self.write_bits, shared, pipes.bits, lists, half)
         pipes.unit.consumer_wait(unit)
-        first, parts, full = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL))
+        first, parts, full, paired = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL, PAIRED))
         while parts + full > 0:
             lane_slot, lane_quarter = Int32(0), Int32(0)
-            for i in cutlass.range(parts, unroll=1):
+            for i in cutlass.range(parts // together, unroll=1):
                 at = together * i
                 if at % 32 == 0:
-                    lane_slot = self.parts_from(lists.parts, first + at, together * parts - at, 1)
-                    lane_quarter = self.parts_from(lists.parts, first + at, together * parts - at, 3)
-                bits = cute.make_rmem_tensor((4, 2), Uint32)
-                for j in cutlass.range_constexpr(together):
-                    slot, quarter = (cute.arch.shuffle_sync(lane, (at + j) % 32) for lane in (lane_slot, lane_quarter))
-                    up = STRIP * ((quarter >> 1) - half * part.paired)
-                    for k in cutlass.range_constexpr(2):
-                        row = masking.row_bits(lists.ranges, lists.bits, slot, own[k] + up)
-                        for t in cutlass.range_constexpr(4):
-                            # A part has half of the columns of a predicate, and of a word's bits.
-                            word = row[t] >> Uint32(16 * (quarter & 1))
-                            bits[t, k] = word if const_expr(j == 0) else bits[t, k] & Uint32(0xFFFF) | word << 16
-                pipes.bits.producer_acquire(state)
-                for k in cutlass.range_constexpr(2):
-                    cute.autovec_copy(bits[None, k], shared.bits[None, own[k]])
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    pipes.bits.producer_commit(state)
-                state.advance()
+                    lane_slot, lane_quarter = (self.parts_from(lists.parts, first + at, parts - at, x) for x in (1, 3))
+                state = write(paired, lane_slot, lane_quarter, at % 32, state, together)
+            if parts % together != 0:
+                lane_slot, lane_quarter = (self.parts_from(lists.parts, first + parts - 1, 1, x) for x in (1, 3))
+                state = write(paired, lane_slot, lane_quarter, 0, state, 1)
             release(pipes.unit, unit)
             unit.advance()
             pipes.unit.consumer_wait(unit)
-            first, parts, full = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL))
+            first, parts, full, paired = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL, PAIRED))
+
+    @cute.jit
+    def write_bits(
+        self, shared, pipe, lists, half, paired, lane_slot, lane_quarter, lane, state, count: cutlass.Constexpr
+    ):
+        """The bits of a half of the rows of a tile of ``count`` parts, which lanes hold from ``lane`` on."""
+        own = [STRIP * half + cute.arch.lane_idx() + 32 * k for k in range(2)]
+        bits = cute.make_rmem_tensor((4, 2), Uint32)
+        for j in cutlass.range_constexpr(count):
+            slot, quarter = (cute.arch.shuffle_sync(x, lane + j) for x in (lane_slot, lane_quarter))
+            up = STRIP * ((quarter >> 1) - half * paired)
+            for k in cutlass.range_constexpr(2):
+                row = masking.row_bits(lists.ranges, lists.bits, slot, own[k] + up)
+                for t in cutlass.range_constexpr(4):
+                    # A part has half of the columns of a predicate, and of a word's bits.
+                    word = row[t] >> Uint32(16 * (quarter & 1))
+                    bits[t, k] = word if const_expr(j == 0) else bits[t, k] & Uint32(0xFFFF) | word << 16
+        pipe.producer_acquire(state)
+        for k in cutlass.range_constexpr(2):
+            cute.autovec_copy(bits[None, k], shared.bits[None, own[k]])
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            pipe.producer_commit(state)
+        state.advance()
+        return state
 
     # The computing warpgroups
 
     @cute.jit
-    def compute(self, mmas, shared, pipes, output, mLSE, carried, part, scale_log2):
+    def compute(self, mmas, shared, pipes, output, mLSE, carried, scale_log2):
         """Scores and softmax run one tile ahead of the product with the values, across work items too: while the last
         values of an item are weighed, the first scores of the next are computed."""
-        mma_qk, mma_qk_shared, mma_pv, mma_out = mmas
+        mma_qk, mma_qk_shared, mma_part, mma_pv, mma_out = mmas
         which = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // GROUP - 1)
         thread = cute.arch.thread_idx()[0] % GROUP
-        wg_qk, wg_shared, wg_pv = (mma.get_slice(0) for mma in mmas[:3])
+        wg_qk, wg_shared, wg_part, wg_pv = (mma.get_slice(0) for mma in mmas[:4])
         keys = self.config.keys
         _, fragment_q, fragment_k = sm90_utils.partition_fragment_ABC(
             wg_qk, (STRIP, keys, self.config.q_columns), None, shared.k
@@ -481,12 +500,17 @@ class ForwardSm90:
             pipes=pipes,
             thread=thread,
             which=which,
-            part=part,
         )
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((STRIP, keys)), Float32)
         scores = partial(start_scores, acc_S, products, fragment_k)
         weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
         step = partial(self.step, scores, weigh, tools, acc_S)
+        if const_expr(self.together > 1):
+            half_S = cute.make_tensor(acc_S.iterator, wg_part.partition_shape_C((STRIP, PART)))
+            own_k = cute.local_tile(shared.k, (PART, self.head_dim, self.config.k_stages), (0, 0, 0))
+            half_k = wg_part.make_fragment_B(wg_part.partition_B(own_k))
+            half_products = [(mma_part, fragment_q, k) for k in range(self.config.q_columns // 16)]
+            half_step = partial(self.step, partial(start_scores, half_S, half_products, half_k), weigh, tools, half_S)
 
         state_of = partial(pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer)
         unit, bits, q_state, rest_state = state_of(PLACES), state_of(1), state_of(1), state_of(self.out_stages)
@@ -503,9 +527,10 @@ class ForwardSm90:
         written, written_rest = Boolean(False), rest_state.clone()
         parts, full = shared.unit[PARTS, unit.index], shared.unit[FULL, unit.index]
         while parts + full > 0:
+            partials = parts // self.together
             release(pipes.k, k_state)
             k_state.advance()
-            if parts > 0:
+            if partials > 0:
                 own, bits = self.take_bits(tools, bits)
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
@@ -515,13 +540,17 @@ class ForwardSm90:
             if const_expr(not self.whole_q):  # noqa: SIM102 (known to the compiler, unlike the other)
                 if written:
                     self.leave_rest(pipes, written_rest)
-            for _ in cutlass.range(parts - 1, unroll=1):
+            for _ in cutlass.range(partials - 1, unroll=1):
                 k_state, v_state, bits = step(k_state, v_state, rest_state, bits, begun, masked=True)
                 begun = Boolean(True)
-            steps = full - (1 if parts == 0 else 0)
+            steps = full - (1 if partials == 0 else 0)
             for _ in cutlass.range(steps, unroll=1):
                 k_state, v_state, bits = step(k_state, v_state, rest_state, bits, begun, masked=False)
                 begun = Boolean(True)
+            if const_expr(self.together > 1):  # noqa: SIM102 (known to the compiler, unlike the other)
+                if parts % self.together != 0:
+                    k_state, v_state, bits = half_step(k_state, v_state, rest_state, bits, begun, masked=True)
+                    begun = Boolean(True)
 
             pipes.q.consumer_wait(q_state)
             self.take_query(tools)
@@ -556,7 +585,8 @@ class ForwardSm90:
     @cute.jit
     def step(self, scores, weigh, tools, acc_S, k_state, v_state, rest_state, bits, begun, masked: cutlass.Constexpr):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
-        if it has not ``begun``."""
+        if it has not ``begun``. The next tile can be half a one: weights of the one before are left beside its own, for
+        values that were loaded from nowhere and are 0."""
         pipes = tools.pipes
         pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
         scores(k_state.index, rest_state.index)
@@ -564,7 +594,7 @@ class ForwardSm90:
         weigh(v_state.index, begun)
         if const_expr(masked):
             own, bits = self.take_bits(tools, bits)
-        pieces = self.config.pieces
+        pieces = const_expr(cute.size(acc_S, mode=[2]))
         for piece in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(pieces - piece)
             if const_expr(piece == pieces - 1):
@@ -590,7 +620,8 @@ class ForwardSm90:
             tools.softmax.catch_up(tools.acc_O)
         else:
             tools.softmax.weigh(acc_S, tools.acc_O)
-        fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tools.fragment_p)
+        weights = layout_utils.reshape_acc_to_frgA(acc_S)
+        fa_utils.cvt_f16(weights, cute.make_tensor(tools.fragment_p.iterator, weights.layout))
         return k_state, v_state, bits
 
     @cute.jit
@@ -621,9 +652,10 @@ class ForwardSm90:
     def own_strip(self, tools, place):
         """Query head and first row of this warpgroup's strip of a unit, rows from there to the end of the block (more
         than a strip's, or less than 1), and touch."""
-        head, row, rows, touch = (tools.shared.unit[field, place] for field in (HEAD, ROW, ROWS, TOUCH))
-        down = STRIP * tools.which * (1 - tools.part.paired)
-        return head + tools.which * tools.part.paired, row + down, rows - down, touch
+        fields = (HEAD, ROW, ROWS, TOUCH, PAIRED)
+        head, row, rows, touch, paired = (tools.shared.unit[field, place] for field in fields)
+        down = STRIP * tools.which * (1 - paired)
+        return head + tools.which * paired, row + down, rows - down, touch
 
     @cute.jit
     def take_state(self, tools, carried, place):
@@ -817,7 +849,7 @@ def compile_forward(dtype: torch.dtype, head_dim: int):
         statistics[0],
         Carried(fake(Float32, sym(), sym(), head_dim), *statistics[1:]),
         fake_lists(parts=True),
-        Heads(*map(Int32, (0, 1, 1))),
+        Int32(0),
         fake(Int32, 1, aligned=False),
         Float32(1),
         Int32(1),
@@ -826,25 +858,20 @@ def compile_forward(dtype: torch.dtype, head_dim: int):
     )
 
 
-def launches(lists: WorkList, group: int, head_dim: int) -> list[tuple[PartList, Heads]]:
-    """What is launched for a call: of each key/value head's ``group`` of query heads pairs compute strips, and one that
-    is left over computes blocks. What has nothing to compute is left out."""
-    together, pairs = CONFIGS[head_dim].keys // PART, group // 2
-    found = [
-        (parts_of(lists, strips=bool(heads.paired), together=together), heads)
-        for heads in (Heads(0, pairs, 1), Heads(2 * pairs, group % 2, 0))
-        if heads.units
-    ]
-    return [(parts, heads) for parts, heads in found if len(parts.items)]
+def cut(lists: WorkList, group: int, head_dim: int) -> PartList:
+    """What the kernel reads for ``group`` query heads to a key/value head."""
+    return parts_of(lists, group=group, together=CONFIGS[head_dim].keys // PART)
 
 
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: State, lists: WorkList, scale: float, sms: int
 ) -> None:
     """Run the kernel on the current stream. Shapes as in `marble.kernels.contract.Backend.forward`."""
-    kernel, kv_heads = compile_forward(q.dtype, q.shape[2]), k.shape[1]
-    for parts, heads in launches(lists, q.shape[1] // kv_heads, q.shape[2]):
-        kernel(
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    parts = cut(lists, group, q.shape[2])
+    units = kv_heads * (parts.strips * (group // 2) + len(parts.items) - parts.strips)
+    if units:
+        compile_forward(q.dtype, q.shape[2])(
             q,
             k,
             v,
@@ -852,8 +879,8 @@ def run_forward(
             lse,
             (state.acc, state.m, state.l),
             lists_of(parts),
-            heads,
+            parts.strips,
             counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
             scale * math.log2(math.e),
-            min(sms, len(parts.items) * kv_heads * heads.units),
+            min(sms, units),
         )

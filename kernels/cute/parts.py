@@ -4,12 +4,13 @@ Two warpgroups share the keys and values of a tile, 64 query rows each. If a key
 they take the same rows, a *strip*, with one head each: both see the same keys, so that what these rows do not see is
 not even loaded, and what they see all of needs no predicate, also where it is a quarter of a partial tile. A head that
 is left alone takes a block of 128 rows. A tile of the kernel is one part or two, from anywhere: parts that have
-predicates make tiles together, and so do full ones.
+predicates make tiles together, and so do full ones. A part that is left over comes last, as half a tile.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,31 +27,52 @@ class PartList(WorkList):
     """A `WorkList` by query block, cut into parts. What differs:
 
     Attributes:
-        items: the first two columns are those of a strip or block. Partial and full tiles are the kernel's, of one part
-            or two; the third column is the first partial part.
+        items: strips, for two heads of a key/value head each, then blocks, for a head that is left alone. The first two
+            columns are the rows of a strip or block; the third and fourth its first partial part and how many there
+            are. Full tiles are the kernel's, of one part or two.
+        sections: the first item of a section is counted from the first one of its kind.
         parts: int32 [partial parts, 4], (first key row, slot, 64, the quarter of the predicate with which the part
-            begins: 2 · half of the rows + half of the keys). The parts of a tile follow one another.
+            begins: 2 · half of the rows + half of the keys). The parts of a tile follow one another; if tiles have two
+            and the last has no other, it is computed last.
         runs: int32 [runs, 3], (first key row of the first part, tiles, first key row of the second part): those of tile
             i are so many rows behind these as i tiles have keys.
         ranges: two more rows than in the list that was cut: all columns, and none.
+        strips: how many items are strips.
     """
 
+    strips: int
 
-_cut: WeakKeyDictionary[WorkList, dict[tuple[bool, int], PartList]] = WeakKeyDictionary()
+
+_cut: WeakKeyDictionary[WorkList, dict[tuple[bool, bool, int], PartList]] = WeakKeyDictionary()
 
 
-def parts_of(work: WorkList, *, strips: bool, together: int) -> PartList:
+def parts_of(work: WorkList, *, group: int, together: int) -> PartList:
     """A list by query block, cut into parts. Cut once per list, on its device.
 
     Args:
         work: the list.
-        strips: whether its outer blocks become strips of 64 rows.
+        group: query heads of a key/value head.
         together: parts of a tile, 1 or 2.
     """
-    known = _cut.setdefault(work, {})
-    if (strips, together) not in known:
-        known[strips, together] = _parts_of(work, 2 if strips else 1, together)
-    return known[strips, together]
+    known, kinds = _cut.setdefault(work, {}), (group > 1, group % 2 == 1, together)
+    if kinds not in known:
+        known[kinds] = _joined([_parts_of(work, halves, together) for halves in (2, 1) if kinds[2 - halves]])
+    return known[kinds]
+
+
+def _joined(kinds: Sequence[PartList]) -> PartList:
+    """One list for strips and blocks that were cut from the same list."""
+    if len(kinds) == 1:
+        return kinds[0]
+    strips, blocks = kinds
+    behind = blocks.items.new_tensor([0, 0, len(strips.parts), 0, len(strips.runs), 0, 0, 0])
+    return replace(
+        strips,
+        items=torch.cat([strips.items, blocks.items + behind]),
+        sections=torch.cat([strips.sections, blocks.sections]),
+        parts=torch.cat([strips.parts, blocks.parts]),
+        runs=torch.cat([strips.runs, blocks.runs]),
+    )
 
 
 def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
@@ -71,11 +93,11 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     runs = torch.cat([runs, pairs])
     run_count = torch.bincount(run_owner, minlength=outer)
 
-    # Parts of nothing fill tiles up, and are what rows have that see nothing of what their block sees, but are touched.
+    # Parts of nothing are what rows have that see nothing of what their block sees, but are touched. They also make a
+    # whole tile of a part that would be alone, because no half tile comes first.
     touch = items[:, 7].repeat_interleave(halves)
     count = torch.bincount(torch.cat([owner, single_owner[left]]), minlength=outer)
-    wanted = (count + together - 1) // together * together
-    wanted = torch.where((count == 0) & (run_count == 0) & (touch > 0), together, wanted)
+    wanted = torch.where((run_count == 0) & ((count > 0) | (touch > 0)), count.clamp(min=together), count)
     filled, _ = members(torch.zeros_like(wanted), wanted - count)
 
     def without_predicate(rows: Tensor, slot: int) -> Tensor:
@@ -88,8 +110,7 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     columns = (
         (items[:, :1] + height * each).flatten(),
         (items[:, 1:2] - height * each).clamp(max=height).flatten(),
-        wanted.cumsum(0) - wanted,
-        wanted // together,
+        *(wanted.cumsum(0) - wanted, wanted),
         run_count.cumsum(0) - run_count,
         run_count,
         torch.zeros_like(run_count).index_add_(0, run_owner, runs[:, 1]),
@@ -97,8 +118,9 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     )
     there = (columns[1] > 0) & ((wanted > 0) | (run_count > 0))
     section = work.sections[:, 0].long().repeat_interleave(halves)
-    ((items, sections),) = arranged(tuple(x[there] for x in columns), section[there], [int(there.sum())])
-    return PartList(items, sections, torch.cat(parts)[by_owner].int(), runs[runs_by_owner].int(), ranges, work.bits)
+    ((items, sections),) = arranged(tuple(x[there] for x in columns), section[there], [int(there.sum())], together)
+    tables = torch.cat(parts)[by_owner].int(), runs[runs_by_owner].int(), ranges, work.bits
+    return PartList(items, sections, *tables, strips=len(items) if halves == 2 else 0)
 
 
 def _quarters(work: WorkList, halves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -17,18 +17,19 @@ from marble.kernels.cute.binding import Lists
 
 
 @cute.jit
-def unit_at(lists: Lists, number: Int32, kv_heads: Int32, group: Int32):
-    """The item, key/value head and place in its ``group`` of query heads of a unit, of items × kv_heads × group.
+def unit_at(lists: Lists, number: Int32, kv_heads: Int32, group: Int32, begin: Int32 = 0):
+    """The item, key/value head and place in its ``group`` of query heads of a unit, of items × kv_heads × group, where
+    items are those of a list from ``begin`` on.
 
     The order is: section, key/value head, item, place in the group.
     """
-    section = number // (kv_heads * group)
+    section = begin + number // (kv_heads * group)
     first, items = lists.sections[section, 0], lists.sections[section, 1]
     place = number - first * kv_heads * group
     kv_head = place // (items * group)
     place -= kv_head * items * group
     item = place // group
-    return first + item, kv_head, place - item * group
+    return begin + first + item, kv_head, place - item * group
 
 
 @cute.jit

@@ -245,16 +245,19 @@ def _dense(table: Tensor) -> Tensor:
     return table if table.stride() == fresh.stride() else fresh.copy_(table)
 
 
-def arranged(columns: tuple[Tensor, ...], section: Tensor, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+def arranged(
+    columns: tuple[Tensor, ...], section: Tensor, lengths: Sequence[int], together: int = 1
+) -> list[tuple[Tensor, Tensor]]:
     """`WorkList.items` and `WorkList.sections` of the outer blocks that have tiles, for each of several lists.
 
     Args:
         columns: the fields of the items, one tensor each, of all lists one after the other.
         section: int64 [outer blocks], what the blocks of a section have in common; less than 2³⁸ from 0.
         lengths: outer blocks of each list.
+        together: how many partial ones make a tile.
     """
     items = torch.stack([column.int() for column in columns], 1)
-    cost = items[:, 6] + PARTIAL_COST * items[:, 3]
+    cost = items[:, 6] + PARTIAL_COST / together * items[:, 3]
     device = items.device
     sizes_of = torch.tensor(lengths, device=device)
     lists = torch.arange(len(lengths), device=device)

@@ -1,5 +1,6 @@
 """Lists cut into parts: together, the heads' units compute the pairs of the list that they were cut from."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from marble import Layout, Span
 from marble.kernels.contract import Band, Touch, Varlen
-from marble.kernels.cute.parts import PART, parts_of
+from marble.kernels.cute.parts import PART, PartList, parts_of
 from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
@@ -41,47 +42,62 @@ def pairs(work: WorkList, rows: int, keys: int) -> Tensor:
     return count[:rows, :keys]
 
 
+GROUPS = (1, 2, 3)
+"""Query heads of a key/value head: blocks, strips, both."""
+
+
 def check(work: WorkList, rows: int, keys: int) -> None:
-    """Strips and blocks of parts compute what the list does; each has something to compute, and the right touch. Rows
-    that neither see nor are touched may be left out."""
+    """Strips, and blocks, of parts compute what the list does; each begins with a whole tile and has the right touch.
+    Rows that neither see nor are touched may be left out."""
     expected, touches = pairs(work, rows, keys), {}
     for row, length, *_, touch in work.items.tolist():
         touches |= dict.fromkeys(range(row, row + length), touch)
-    for strips, together in product((False, True), (1, 2)):
-        cut, height = parts_of(work, strips=strips, together=together), PART if strips else BLOCK
-        assert parts_of(work, strips=strips, together=together) is cut
-        count = torch.zeros(rows + BLOCK, keys + BLOCK, dtype=torch.int32)
-        found, every, none = {}, len(work.ranges), len(work.ranges) + 1
-        for row, length, part, partial, run, runs, full, touch in cut.items.tolist():
-            assert 0 < length <= height
-            assert partial + full > 0
-            found |= dict.fromkeys(range(row, row + length), touch)
-            own = cut.parts[part : part + partial * together].tolist()
-            assert len(own) == partial * together
-            kinds = [slot if slot in (every, none) else 0 for _, slot, _, _ in own]
-            assert kinds.count(every) < together, "full parts make full tiles"
-            assert kinds.count(none) < together or not any(set(kinds) - {none})
-            for first, slot, size, quarter in own:
-                assert size == PART
-                top, left = PART * (quarter >> 1), PART * (quarter & 1)
-                pairs_of_part = predicate(cut, slot)[top : top + height, left : left + PART]
-                assert pairs_of_part.any() == (slot != none), "what has no pairs is left out"
-                assert pairs_of_part.all() == (slot == every), "what has all pairs has no predicate"
-                assert (first == NOWHERE) == (slot == none)
-                if first != NOWHERE:
-                    count[row : row + height, first : first + PART] += pairs_of_part
-            of = cut.runs[run : run + runs].tolist()
-            assert sum(tiles for _, tiles, _ in of) == full
-            for a, tiles, b in of:
-                assert length == height
-                for i in range(tiles):
-                    for first in (a, b)[:together]:
-                        first += i * PART * together
-                        count[row : row + height, first : first + PART] += 1
-        assert torch.equal(count[:rows, :keys], expected)
-        assert found.items() <= touches.items()
-        assert not any(touches[row] or expected[row].any() for row in touches.keys() - found.keys())
-        assert (cut.sections[:, 0] + cut.sections[:, 1] <= len(cut.items)).all()
+    for group, together in product(GROUPS, (1, 2)):
+        cut = parts_of(work, group=group, together=together)
+        assert parts_of(work, group=group + 2 * (group > 1), together=together) is cut
+        assert (len(cut.items) > cut.strips) <= (group != 2)
+        assert (cut.strips > 0) <= (group > 1)
+        kinds = [(PART, 0, cut.strips)] * (group > 1) + [(BLOCK, cut.strips, len(cut.items))] * (group != 2)
+        for height, start, stop in kinds:
+            count = torch.zeros(rows + BLOCK, keys + BLOCK, dtype=torch.int32)
+            found = {}
+            for item in cut.items[start:stop].tolist():
+                row, length, *_, touch = item
+                assert 0 < length <= height
+                found |= dict.fromkeys(range(row, row + length), touch)
+                check_item(cut, item, height, together, count)
+            assert torch.equal(count[:rows, :keys], expected)
+            assert found.items() <= touches.items()
+            assert not any(touches[row] or expected[row].any() for row in touches.keys() - found.keys())
+            assert (cut.sections[start:stop].sum(1) <= stop - start).all()
+
+
+def check_item(cut: PartList, item: Sequence[int], height: int, together: int, count: Tensor) -> None:
+    """Adds the pairs of a strip or block to ``count``."""
+    row, length, part, partial, run, runs, full, _ = item
+    every, none = len(cut.ranges) - 2, len(cut.ranges) - 1
+    assert partial >= together or full > 0, "a whole tile comes first"
+    own = cut.parts[part : part + partial].tolist()
+    kinds = [slot if slot in (every, none) else 0 for _, slot, _, _ in own]
+    assert kinds.count(every) < together, "full parts make full tiles"
+    assert kinds.count(none) == 0 or (full == 0 and partial == together), "nothing is only there to fill the first tile"
+    for first, slot, size, quarter in own:
+        assert size == PART
+        top, left = PART * (quarter >> 1), PART * (quarter & 1)
+        pairs_of_part = predicate(cut, slot)[top : top + height, left : left + PART]
+        assert pairs_of_part.any() == (slot != none), "what has no pairs is left out"
+        assert pairs_of_part.all() == (slot == every), "what has all pairs has no predicate"
+        assert (first == NOWHERE) == (slot == none)
+        if first != NOWHERE:
+            count[row : row + height, first : first + PART] += pairs_of_part
+    of = cut.runs[run : run + runs].tolist()
+    assert sum(tiles for _, tiles, _ in of) == full
+    for a, tiles, b in of:
+        assert length == height
+        for i in range(tiles):
+            for first in (a, b)[:together]:
+                first += i * PART * together
+                count[row : row + height, first : first + PART] += 1
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -118,22 +134,22 @@ def test_masks_without_structure() -> None:
     work = lower(tiles).by_query
     check(work, 700, tokens)
     for together in (1, 2):
-        cut = parts_of(work, strips=True, together=together)
+        cut = parts_of(work, group=2, together=together)
         (blind,) = [item for item in cut.items.tolist() if item[0] == 2 * BLOCK]
-        assert blind[3:7] == [1, blind[4], 0, 0]
+        assert blind[3:7] == [together, blind[4], 0, 0]
         untouched = lower(replace(tiles, touch=torch.zeros_like(tiles.touch))).by_query
         check(untouched, 700, tokens)
-        assert 2 * BLOCK not in parts_of(untouched, strips=True, together=together).items[:, 0]
+        assert 2 * BLOCK not in parts_of(untouched, group=2, together=together).items[:, 0]
     assert len(cut.runs) > len(work.runs)
 
 
 def test_a_window_has_two_partial_parts() -> None:
     """The diagonal's and the edge's, of 17 that see 64 rows: the rest of the four quarters is full or left out. In
-    tiles of two, the parts with predicates are one of them, and the full part that is left over is another."""
+    tiles of two, the parts with predicates are one of them, and the full part that is left over is half of another."""
     layout = Layout([[Span("causal", 4096)]])
     work = lower(whole_call(layout, 1024)).by_query
-    for together, partial, full in ((1, 2, 15), (2, 2, 7)):
-        cut = parts_of(work, strips=True, together=together)
+    for together, partial, full in ((1, 2, 15), (2, 3, 7)):
+        cut = parts_of(work, group=2, together=together)
         inside = cut.items[cut.items[:, 0] >= 1024]
         assert (inside[:, 3] == partial).all()
         assert (inside[:, 6] == full).all()
@@ -142,5 +158,5 @@ def test_a_window_has_two_partial_parts() -> None:
 def test_nothing_visible() -> None:
     nothing = torch.tensor([[0, 0]], dtype=torch.int32)
     work = lower(Varlen(nothing, nothing, Band.FULL, torch.zeros(1, dtype=torch.uint8))).by_query
-    for strips, together in product((False, True), (1, 2)):
-        assert not len(parts_of(work, strips=strips, together=together).items)
+    for group, together in product(GROUPS, (1, 2)):
+        assert not len(parts_of(work, group=group, together=together).items)
