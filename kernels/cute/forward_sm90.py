@@ -555,7 +555,7 @@ class ForwardSm90:
             pipes.q.consumer_wait(q_state)
             self.take_query(tools)
             pipes.v.consumer_wait(v_state)
-            weigh(v_state.index, begun, parts % self.together == 0)
+            weigh(v_state.index, begun)
             q_state = self.leave_query(tools, q_state)
             written, written_rest = Boolean(True), rest_state.clone()
             rest_state.advance()
@@ -591,7 +591,7 @@ class ForwardSm90:
         pipes.k.consumer_wait(k_state, pipes.k.consumer_try_wait(k_state))
         scores(k_state.index, rest_state.index)
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
-        weigh(v_state.index, begun, True)
+        weigh(v_state.index, begun)
         if const_expr(masked):
             own, bits = self.take_bits(tools, bits)
         pieces = const_expr(cute.size(acc_S, mode=[2]))
@@ -808,19 +808,14 @@ def start_scores(acc, products, k, stage, rest):
 
 
 @cute.jit
-def add_product(mma, acc, a, b, stage, begun, whole):
-    """Start a · b[stage], of a ``whole`` tile or its first half, added to ``acc`` or, if it has not ``begun``, in its
-    place."""
+def add_product(mma, acc, a, b, stage, begun):
+    """Start a · b[stage], added to ``acc`` or, if it has not ``begun``, in its place."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, begun)
-    count = const_expr(cute.size(a.shape[2]))
-    for k in cutlass.range_constexpr(count // 2):
+    for k in cutlass.range_constexpr(cute.size(a.shape[2])):
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k, stage], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    if whole:
-        for k in cutlass.range_constexpr(count // 2, count):
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k, stage], acc)
     warpgroup.commit_group()
 
 
