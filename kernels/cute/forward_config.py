@@ -24,16 +24,23 @@ REST_STAGES = 2
 PLACES = 3
 """Units in shared memory: one that is written out or computed, one that is loaded, and one that is asked for."""
 
-ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD, PAIRED = range(11)
-"""What shared memory holds of a unit: the columns of `PartList.items`, the first query head and the key/value head, and
-1 if it is a strip with two successive heads, one for each computing warpgroup; 0 if it is a block with one, and the
-second warpgroup computes the 64 rows behind the first one's."""
+ROW, ROWS, FIRST_PART, PARTS, FIRST_RUN, RUNS, FULL, TOUCH, HEAD, KV_HEAD, PAIRED, APART = range(12)
+"""What shared memory holds of a unit: the columns of `PartList.items`, the first query head and the key/value head; 1
+if it is a strip with two successive heads, one for each computing warpgroup, and 0 if it is a block with one, and the
+second warpgroup computes the 64 rows behind the first one's; and whether the second waits for the first (`BEHIND`)."""
 
 FIELDS = 16
 """Room for that."""
 
 MASK_WARPS = 2
 """Each for the rows of one computing warpgroup."""
+
+
+BEHIND = 1
+"""The named barrier at which the second computing warpgroup waits until the first one has weighed a tile."""
+
+LONG = 8
+"""Full tiles of a unit that is worth that; more than the stages by which a warpgroup can be ahead."""
 
 
 @dataclass(frozen=True)

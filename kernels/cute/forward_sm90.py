@@ -31,6 +31,8 @@ from marble.kernels.contract import State, Touch
 from marble.kernels.cute import masking
 from marble.kernels.cute.binding import ELEMENTS, GROUP, Lists, fake, fake_lists, fitting, lists_of
 from marble.kernels.cute.forward_config import (
+    APART,
+    BEHIND,
     CONFIGS,
     FIELDS,
     FIRST_PART,
@@ -38,6 +40,7 @@ from marble.kernels.cute.forward_config import (
     FULL,
     HEAD,
     KV_HEAD,
+    LONG,
     MASK_WARPS,
     OUT_COLUMNS,
     OUT_ROWS,
@@ -256,6 +259,7 @@ class ForwardSm90:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, PLACES)
         q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         rest_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.out_stages)
+        touch_before = Int32(int(Touch.LAST))
         number = Int32(cute.arch.block_idx()[0])
         while number < units:
             place, members, begin, paired = number, group // 2, Int32(0), Int32(1)
@@ -269,9 +273,12 @@ class ForwardSm90:
             field = head if lane == HEAD else field
             field = kv_head if lane == KV_HEAD else field
             field = paired if lane == PAIRED else field
+            row, rows, full, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, FULL, TOUCH))
+            stateful = (touch & int(Touch.FIRST) == 0) | (touch_before & int(Touch.LAST) == 0)
+            field = Int32(stateful & (full >= LONG)) if lane == APART else field
+            touch_before = touch
             self.write_unit(shared, pipes, state, field)
             state.advance()
-            row, rows, touch = (cute.arch.shuffle_sync(field, which) for which in (ROW, ROWS, TOUCH))
             pipes.q.producer_acquire(q_state)
             load_query = partial(self.load_query, atoms[0], tmas[0], paired, head, row)
             load_query(0, shared.q, pipes.q, q_state)
@@ -530,6 +537,8 @@ class ForwardSm90:
             partials = parts // self.together
             release(pipes.k, k_state)
             k_state.advance()
+            if shared.unit[APART, unit.index] & which != 0:
+                cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * GROUP)
             if partials > 0:
                 own, bits = self.take_bits(tools, bits)
                 masking.apply(acc_S, own)
@@ -537,6 +546,8 @@ class ForwardSm90:
             softmax.lead()
             softmax.weigh(acc_S, acc_O)
             fa_utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), fragment_p)
+            if shared.unit[APART, unit.index] & ~which != 0:
+                cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * GROUP)
             if const_expr(not self.whole_q):  # noqa: SIM102 (known to the compiler, unlike the other)
                 if written:
                     self.leave_rest(pipes, written_rest)
@@ -610,7 +621,7 @@ class ForwardSm90:
             tools.softmax.weigh(acc_S, None)
             complete_all(acc_S)
         else:
-            complete_all(tools.softmax.m)
+            complete_all(tools.softmax.decay)
         # The product is done by now. Behind this wait the weights can be rounded into the registers that it has read,
         # one after the other as they are computed.
         warpgroup.wait_group(0)
@@ -715,7 +726,6 @@ class ForwardSm90:
             for r in cutlass.range_constexpr(2):
                 if masking.row_of(thread) + 8 * r < rows:
                     cute.copy(pair, tools.acc_O[(None, r, None), 0, 0], gmem[(None, r, None), 0, 0])
-
     @cute.jit
     def write_output(self, tools, output, stage, head, row, rows):
         """Each warp passes its own rows through shared memory. What was there of a query tile mattered to the scores of
