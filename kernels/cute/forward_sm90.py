@@ -726,6 +726,7 @@ class ForwardSm90:
             for r in cutlass.range_constexpr(2):
                 if masking.row_of(thread) + 8 * r < rows:
                     cute.copy(pair, tools.acc_O[(None, r, None), 0, 0], gmem[(None, r, None), 0, 0])
+
     @cute.jit
     def write_output(self, tools, output, stage, head, row, rows):
         """Each warp passes its own rows through shared memory. What was there of a query tile mattered to the scores of
