@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from marble.kernels.contract import State, Varlen, Work
-from marble.kernels.cute import backward, forward_sm90
+from marble.kernels.cute import backward, forward
 from marble.kernels.cute.backward_config import whole_units
 from marble.kernels.cute.backward_split_sm90 import SplitConfig
 from marble.kernels.cute.binding import expect, readable
@@ -47,7 +47,7 @@ class CuteBackend:
         """See `Backend.prepare`."""
         lower_all(works)
         for work in works:
-            forward_sm90.cut(lower(work).by_query, group, head_dim)
+            forward.cut(lower(work).by_query, group, head_dim)
 
     def forward(
         self,
@@ -68,7 +68,7 @@ class CuteBackend:
             return
         state = State.empty(q.shape[1], 0, q.shape[2], torch.float32, q.device) if state is None else state
         q, k, v = readable(q), readable(k), readable(v)
-        forward_sm90.run_forward(q, k, v, out, lse, state, lists, scale, self.multiprocessors(q.device))
+        forward.run_forward(q, k, v, out, lse, state, lists, scale, self.multiprocessors(q.device))
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """See `Backend.delta`."""

@@ -10,13 +10,11 @@ warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Bu
 quack.
 """
 
-import math
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
@@ -24,16 +22,13 @@ from cutlass.utils import LayoutEnum
 from flash_attn.cute import pipeline as fa_pipeline
 from flash_attn.cute import utils as fa_utils
 from quack import copy_utils, layout_utils, sm90_utils
-from quack.compile_utils import make_fake_stream
-from torch import Tensor
 
-from marble.kernels.contract import State, Touch
+from marble.kernels.contract import Touch
 from marble.kernels.cute import masking
-from marble.kernels.cute.binding import ELEMENTS, GROUP, Lists, fake, fake_lists, fitting, lists_of
+from marble.kernels.cute.binding import GROUP, Lists, fitting
 from marble.kernels.cute.forward_config import (
     APART,
     BEHIND,
-    CONFIGS,
     FIELDS,
     FIRST_PART,
     FIRST_RUN,
@@ -60,10 +55,10 @@ from marble.kernels.cute.forward_config import (
     Shared,
 )
 from marble.kernels.cute.ordering import afresh, arrive_behind, complete, prefetch, store_if
-from marble.kernels.cute.parts import PART, PartList, parts_of
+from marble.kernels.cute.parts import PART
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
-from marble.kernels.cute.units import counter_of, fetch, unit_at
-from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList
+from marble.kernels.cute.units import fetch, unit_at
+from marble.kernels.cute.worklist import BLOCK, NOWHERE
 
 
 class ForwardSm90:
@@ -845,53 +840,3 @@ def release_read(pipe, state, values):
     with cute.arch.elect_one():
         barrier = pipe.sync_object_empty.get_barrier(state.index)
         arrive_behind(barrier, [words[i] for i in range(cute.size(words))])
-
-
-@lru_cache
-def compile_forward(dtype: torch.dtype, head_dim: int):
-    """The compiled kernel, for tensors of any size and stride."""
-    element, sym = ELEMENTS[dtype], cute.sym_int
-    tokens = [fake(element, sym(), sym(), head_dim) for _ in range(4)]
-    heads = sym()
-    statistics = [fake(Float32, heads, sym(), aligned=False) for _ in range(3)]
-    return cute.compile(
-        ForwardSm90(element, CONFIGS[head_dim]),
-        *tokens,
-        statistics[0],
-        Carried(fake(Float32, sym(), sym(), head_dim), *statistics[1:]),
-        fake_lists(parts=True),
-        Int32(0),
-        fake(Int32, 1, aligned=False),
-        Float32(1),
-        Int32(1),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
-    )
-
-
-def cut(lists: WorkList, group: int, head_dim: int) -> PartList:
-    """What the kernel reads for ``group`` query heads to a key/value head."""
-    return parts_of(lists, group=group, together=CONFIGS[head_dim].keys // PART)
-
-
-def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, state: State, lists: WorkList, scale: float, sms: int
-) -> None:
-    """Run the kernel on the current stream. Shapes as in `marble.kernels.contract.Backend.forward`."""
-    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    parts = cut(lists, group, q.shape[2])
-    units = kv_heads * (parts.strips * (group // 2) + len(parts.items) - parts.strips)
-    if units:
-        compile_forward(q.dtype, q.shape[2])(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            (state.acc, state.m, state.l),
-            lists_of(parts),
-            parts.strips,
-            counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
-            scale * math.log2(math.e),
-            min(sms, units),
-        )

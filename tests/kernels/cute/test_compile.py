@@ -19,7 +19,7 @@ from marble.kernels.cute.forward_config import ForwardConfig
 triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPILE = {
-    "forward": "forward_sm90.compile_forward({})",
+    "forward": "forward.compile_forward({})",
     "backward": "backward.compile_backward({})",
     "delta": "delta.compile_delta({})",
     "deterministic": "backward.compile_backward({}, deterministic=True)",
