@@ -50,7 +50,7 @@ def experiments(
         if "K13" in only:
             yield f"K13: {case.title}", partial(ordered.measure, case, settings)
     for case in cases(workloads, dims, settings.ring_tokens, settings.scale):
-        if {"K10", "K11"} & set(only) and case.shape.window is None:
+        if {"K10", "K11", online.rate_bar(case)} & set(only) and case.shape.window is None:
             yield f"online: {case.title}", partial(online.online, case, settings)
         if "steps" in only and case.name != DENSE_CAUSAL:
             yield f"steps: {case.title}", partial(online.steps, case, settings)

@@ -362,6 +362,7 @@ def test_experiments_are_chosen_by_the_bars_that_need_them():
     assert titles(["K9"], (64, 128)) == ["K9: d64", "K9: d128"]
     assert titles(["K13"]) == [f"K13: {each}, d128" for each in (whole, window, "dense_causal, 1,024 tokens")]
     assert titles(["K11"]) == [f"online: {ring}, d128", "online: dense_causal, 2,048 tokens, d128"]
+    assert titles(["K14"], (128, 256))[2:] == ["online: dense_causal, 2,048 tokens, d256"]
     assert titles(["steps"]) == [f"steps: {ring}, d128", "steps: gemma_docs, window 1024, 2,048 tokens, d128"]
 
 
