@@ -40,7 +40,7 @@ BEHIND = 1
 """The named barrier at which the second computing warpgroup waits until the first one has weighed a tile."""
 
 LONG = 8
-"""Full tiles of a unit that is worth that; more than the stages by which a warpgroup can be ahead."""
+"""Full tiles of a unit that is worth that; more than those by which a warpgroup can be ahead."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,13 @@ class ForwardConfig:
             raise ValueError(f"keys: a tile of the lists has 128 or 2 × 64, got {self.keys}")
         if self.q_columns <= 0 or self.head_dim - self.q_columns not in (0, OUT_COLUMNS):
             raise ValueError(f"q_columns: all, or all but {OUT_COLUMNS} of {self.head_dim}, got {self.q_columns}")
+        if self.q_columns < self.head_dim and (self.keys, self.pieces) != (64, 1):
+            raise ValueError(
+                f"q_columns: query tiles that are not all in registers go with tiles of 64 keys in one piece, got "
+                f"{self.keys} in {self.pieces}"
+            )
+        if min(self.k_stages, self.v_stages) >= LONG:
+            raise ValueError(f"stages: fewer than {LONG} of keys or of values, got {self.k_stages} and {self.v_stages}")
         if self.load_registers + 2 * self.math_registers > 504:
             raise ValueError(
                 "registers: the kernel begins with 168 for each thread, 504 for three threads of the warpgroups"

@@ -277,6 +277,26 @@ def test_thread_blocks_that_take_state_unit_after_unit(
 
 
 @each_dim
+@pytest.mark.parametrize("heads", [(32, 8), (28, 4)])
+def test_thread_blocks_that_carry_state_through_long_units(
+    cute: Backend, heads: tuple[int, int], head_dim: int
+) -> None:
+    """Units of many tiles, several for each thread block, before and behind which state is left, taken or both: the
+    warpgroups begin them apart. As exact as a call in the type of the inputs, and the same bits every time."""
+    rows, shards = 2304, 3
+    x = Inputs(rows, shards * rows, heads, head_dim, torch.bfloat16)
+    queries = torch.tensor([[0, rows]], dtype=torch.int32)
+    calls: list[Work] = [
+        move(Varlen(queries, queries + rows * i, Band.FULL, torch.tensor([touch], dtype=torch.uint8)), "cuda")
+        for i, touch in enumerate((Touch.FIRST, Touch.CARRY, Touch.LAST))
+    ]
+    first, exact = carried(cute, x, calls, torch.bfloat16)[0], carried(REFERENCE, x, calls, torch.float64)[0]
+    assert error(first, exact) <= GATE * error(carried(REFERENCE, x, calls, torch.bfloat16)[0], exact)
+    for _ in range(5):
+        assert torch.equal(carried(cute, x, calls, torch.bfloat16)[0], first)
+
+
+@each_dim
 @pytest.mark.parametrize("state", [False, True])
 def test_thread_blocks_that_write_ragged_blocks_unit_after_unit(cute: Backend, head_dim: int, state: bool) -> None:
     """Many short sequences, whose outputs pass through shared memory row by row, between those of whole blocks: as

@@ -60,6 +60,12 @@ def test_shared_memory_that_is_too_much_is_refused_before_a_launch(bytes_over: i
         ({"keys": 96}, "got 96"),
         ({"q_columns": 160}, "q_columns: all, or all but 128 of 256, got 160"),
         ({"head_dim": 128, "q_columns": 0}, "q_columns: all, or all but 128 of 128, got 0"),
+        (
+            {"keys": 128},
+            "q_columns: query tiles that are not all in registers go with tiles of 64 keys .* got 128 in 1",
+        ),
+        ({"pieces": 2}, "got 64 in 2"),
+        ({"k_stages": 8, "v_stages": 8}, "stages: fewer than 8 of keys or of values, got 8 and 8"),
         ({"math_registers": 248}, "registers: the kernel begins with 168"),
     ],
 )
