@@ -12,12 +12,11 @@ import torch
 from cutlass import Float32, cute
 from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100
 from flash_attn.cute.utils import AuxData
-from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
 from marble.kernels.blackwell.lists import BLOCK, SparseCall
 from marble.kernels.blackwell.predicates import by_pair, fake_lists, fake_tables, lists_of
-from marble.kernels.cute.binding import ELEMENTS, fake
+from marble.kernels.cute.binding import ELEMENTS, compiled, fake
 
 
 class SummingBackward(FlashAttentionBackwardSm100):
@@ -44,7 +43,7 @@ def compile_backward(dtype: torch.dtype, head_dim: int, group: int) -> Any:
     kernel = SummingBackward(
         head_dim, qhead_per_kvhead=group, tile_m=BLOCK, tile_n=BLOCK, mask_mod=by_pair, has_aux_tensors=True
     )
-    return cute.compile(
+    return compiled(
         kernel,
         fake(kind, 1, rows, heads, head_dim),
         *(fake(kind, 1, keys, kv_heads, head_dim) for _ in range(2)),
@@ -57,8 +56,6 @@ def compile_backward(dtype: torch.dtype, head_dim: int, group: int) -> Any:
         AuxData(fake_tables()),
         fake_lists(heads),
         None,
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
     )
 
 

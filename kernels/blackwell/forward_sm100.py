@@ -12,12 +12,11 @@ import torch
 from cutlass import Float32, Int32, cute
 from flash_attn.cute.flash_fwd_sm100 import FlashAttentionForwardSm100
 from flash_attn.cute.utils import AuxData
-from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
 from marble.kernels.blackwell.lists import BLOCK, SparseCall
 from marble.kernels.blackwell.predicates import by_row, fake_lists, fake_tables, lists_of
-from marble.kernels.cute.binding import ELEMENTS, fake
+from marble.kernels.cute.binding import ELEMENTS, compiled, fake
 
 
 @lru_cache
@@ -36,7 +35,7 @@ def compile_forward(dtype: torch.dtype, head_dim: int, group: int) -> Any:
         mask_mod=by_row,
         has_aux_tensors=True,
     )
-    return cute.compile(
+    return compiled(
         kernel,
         fake(kind, 1, rows, heads, head_dim),
         *(fake(kind, 1, keys, kv_heads, head_dim) for _ in range(2)),
@@ -48,8 +47,6 @@ def compile_forward(dtype: torch.dtype, head_dim: int, group: int) -> Any:
         AuxData(fake_tables()),
         *[None] * 7,
         Int32(1),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
     )
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from cutlass import Float32, Int32, cute
-from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
 from marble.kernels.cute.backward_config import BackwardConfig, Gradients, plan_units
 from marble.kernels.cute.backward_sm90 import BackwardSm90
 from marble.kernels.cute.backward_split_sm90 import PASSES, BackwardSplitSm90, SplitConfig
-from marble.kernels.cute.binding import ELEMENTS, Tickets, fake, fake_lists, lists_of
+from marble.kernels.cute.binding import ELEMENTS, Tickets, compiled, fake, fake_lists, lists_of
 from marble.kernels.cute.tickets import ordered
 from marble.kernels.cute.units import counter_of
 from marble.kernels.cute.worklist import WorkList, WorkLists
@@ -24,7 +23,7 @@ def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = Fa
     key_gradient = kind if rounds else Float32
     queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
-    return cute.compile(
+    return compiled(
         BackwardSm90(kind, BackwardConfig(head_dim, deterministic, rounds)),
         *(fake(kind, *shape) for shape in (query, key, key, query)),
         *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
@@ -39,8 +38,6 @@ def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = Fa
         fake(Int32, 1, aligned=False),
         Float32(1.0),
         Int32(1),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
     )
 
 
@@ -51,7 +48,7 @@ def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str, rounds: bool 
     queries, keys, heads, kv_heads = sym(), sym(), sym(), sym()
     query, key = (queries, heads, head_dim), (keys, kv_heads, head_dim)
     rows = (heads, queries) if gradient == "dq" else (kv_heads, keys)
-    return cute.compile(
+    return compiled(
         BackwardSplitSm90(kind, SplitConfig(head_dim, gradient=gradient, rounds=rounds)),
         *(fake(kind, *shape) for shape in (query, key, key, query)),
         *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
@@ -62,8 +59,6 @@ def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str, rounds: bool 
         fake(Int32, 1, aligned=False),
         Float32(1.0),
         Int32(1),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
     )
 
 
@@ -110,7 +105,7 @@ def run_backward(
     else:
         lists = lists_of(work)
     whole, few = (items, 1) if rounds else plan_units(items, kv_heads, group, sms)
-    counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    counter = counter_of(q.device)
     grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
     kernel = compile_backward(q.dtype, head_dim, deterministic, rounds)
     kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, whole, few, counter, scale, grid)
@@ -137,7 +132,7 @@ def run_passes(
     """
     heads, head_dim = q.shape[1:]
     kv_heads = k.shape[1]
-    counter = counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream)
+    counter = counter_of(q.device)
     for gradient, target in zip(PASSES, (dq, dk, dv), strict=True):
         lists = work.by_query if gradient == "dq" else work.by_key
         items = len(lists.items)

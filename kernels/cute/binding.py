@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import cutlass
 import torch
 from cutlass import BFloat16, Float16, Int32, cute
-from quack.compile_utils import make_fake_tensor
+from quack.compile_utils import make_fake_stream, make_fake_tensor
 from quack.cute_dsl_utils import mlir_namedtuple
 from torch import Tensor
 
@@ -67,6 +67,11 @@ def fake_lists(deterministic: bool = False, parts: bool = False) -> Any:
 def fake(dtype: type[cutlass.Numeric], *shape: Any, aligned: bool = True) -> cute.Tensor:
     """A tensor of unknown sizes and outer strides for compilation, aligned to 16 bytes with all its rows or not."""
     return make_fake_tensor(dtype, shape, divisibility=128 // dtype.width if aligned else 1)
+
+
+def compiled(kernel: Any, *arguments: Any) -> Any:
+    """A kernel for arguments like these and any stream, by TVM's calling convention, which costs a call the least."""
+    return cute.compile(kernel, *arguments, make_fake_stream(), options="--enable-tvm-ffi")
 
 
 def fitting(storage: Any) -> Any:

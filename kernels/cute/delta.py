@@ -7,10 +7,9 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
-from marble.kernels.cute.binding import ELEMENTS, fake
+from marble.kernels.cute.binding import ELEMENTS, compiled, fake
 
 
 class Delta:
@@ -71,12 +70,10 @@ class Delta:
 def compile_delta(dtype: torch.dtype, head_dim: int) -> Any:
     """The delta kernel for every size and stride. Needs no GPU; compiled once per process."""
     kind, rows, heads = ELEMENTS[dtype], cute.sym_int(), cute.sym_int()
-    return cute.compile(
+    return compiled(
         Delta(kind, head_dim),
         *(fake(kind, rows, heads, head_dim) for _ in range(2)),
         fake(Float32, heads, rows, aligned=False),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
     )
 
 

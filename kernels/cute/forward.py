@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from cutlass import Float32, Int32, cute
-from quack.compile_utils import make_fake_stream
 from torch import Tensor
 
 from marble.kernels.contract import State
-from marble.kernels.cute.binding import ELEMENTS, fake, fake_lists, lists_of
+from marble.kernels.cute.binding import ELEMENTS, compiled, fake, fake_lists, lists_of
 from marble.kernels.cute.forward_config import CONFIGS, Carried
 from marble.kernels.cute.forward_sm90 import ForwardSm90
 from marble.kernels.cute.parts import PART, PartList, parts_of
@@ -25,7 +24,7 @@ def compile_forward(dtype: torch.dtype, head_dim: int) -> Any:
     tokens = [fake(element, sym(), sym(), head_dim) for _ in range(4)]
     heads = sym()
     statistics = [fake(Float32, heads, sym(), aligned=False) for _ in range(3)]
-    return cute.compile(
+    return compiled(
         ForwardSm90(element, CONFIGS[head_dim]),
         *tokens,
         statistics[0],
@@ -35,8 +34,6 @@ def compile_forward(dtype: torch.dtype, head_dim: int) -> Any:
         fake(Int32, 1, aligned=False),
         Float32(1),
         Int32(1),
-        make_fake_stream(),
-        options="--enable-tvm-ffi",
     )
 
 
@@ -62,7 +59,7 @@ def run_forward(
             (state.acc, state.m, state.l),
             lists_of(parts),
             parts.strips,
-            counter_of(q.device, torch.cuda.current_stream(q.device).cuda_stream),
+            counter_of(q.device),
             scale * math.log2(math.e),
             min(sms, units),
         )

@@ -35,7 +35,6 @@ FIELDS = 16
 MASK_WARPS = 2
 """Each for the rows of one computing warpgroup."""
 
-
 BEHIND = 1
 """The named barrier at which the second computing warpgroup waits until the first one has weighed a tile."""
 

@@ -317,9 +317,7 @@ class ForwardSm90:
         for box in cutlass.range_constexpr(cute.size(stage, mode=[1]) // SWIZZLED):
             target = cute.local_tile(stage, (STRIP, SWIZZLED), (which, box))
             tile = cute.local_tile(source, (STRIP, SWIZZLED), (0, box))
-            s, g = cpasync.tma_partition(
-                atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(tile, 0, 2)
-            )
+            s, g = as_box(atom, target, tile)
             cute.copy(atom, g, s, tma_bar_ptr=pipe.producer_get_barrier(state))
 
     # The loading warp
@@ -331,7 +329,8 @@ class ForwardSm90:
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.k_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.v_stages)
         together = self.together
-        first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
+        next_unit = partial(self.await_unit, shared, pipes, (FIRST_PART, PARTS, FIRST_RUN, RUNS, KV_HEAD))
+        first_part, parts, first_run, runs, kv_head = next_unit(unit_state)
         lane_row = self.parts_from(lists.parts, first_part, parts, 0)
         run_rows, run_tiles = self.run_from(lists.runs, first_run, runs)
         while parts + runs > 0:
@@ -356,7 +355,7 @@ class ForwardSm90:
                 rows = [cute.arch.shuffle_sync(alone, 0)] + [Int32(NOWHERE)] * (together - 1)
                 k_state, v_state, previous = self.load_keys(load_k, load_v, pipes, rows, previous, k_state, v_state)
             unit_state.advance()
-            first_part, parts, first_run, runs, kv_head = self.await_unit(shared, pipes, unit_state)
+            first_part, parts, first_run, runs, kv_head = next_unit(unit_state)
             lane_row = self.parts_from(lists.parts, first_part, parts, 0)
             run_rows, run_tiles = self.run_from(lists.runs, first_run, runs)
             v_state = self.load_values(load_v, pipes.v, previous, v_state)
@@ -366,10 +365,9 @@ class ForwardSm90:
             v_state.advance()
 
     @cute.jit
-    def await_unit(self, shared, pipes, state):
-        """Of the next unit: first and number of partial parts and of runs, and the key/value head."""
+    def await_unit(self, shared, pipes, fields: cutlass.Constexpr, state):
+        """Some ``fields`` of the next unit."""
         pipes.unit.consumer_wait(state)
-        fields = (FIRST_PART, PARTS, FIRST_RUN, RUNS, KV_HEAD)
         return tuple(shared.unit[field, state.index] for field in fields)
 
     @cute.jit
@@ -424,8 +422,8 @@ class ForwardSm90:
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         together = self.together
         write = partial(self.write_bits, shared, pipes.bits, lists, half)
-        pipes.unit.consumer_wait(unit)
-        first, parts, full, paired = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL, PAIRED))
+        next_unit = partial(self.await_unit, shared, pipes, (FIRST_PART, PARTS, FULL, PAIRED))
+        first, parts, full, paired = next_unit(unit)
         while parts + full > 0:
             lane_slot, lane_quarter = Int32(0), Int32(0)
             for i in cutlass.range(parts // together, unroll=1):
@@ -438,8 +436,7 @@ class ForwardSm90:
                 state = write(paired, lane_slot, lane_quarter, 0, state, 1)
             release(pipes.unit, unit)
             unit.advance()
-            pipes.unit.consumer_wait(unit)
-            first, parts, full, paired = (shared.unit[field, unit.index] for field in (FIRST_PART, PARTS, FULL, PAIRED))
+            first, parts, full, paired = next_unit(unit)
 
     @cute.jit
     def write_bits(
@@ -750,9 +747,7 @@ class ForwardSm90:
                 for box in cutlass.range_constexpr(self.out_columns // SWIZZLED):
                     source = cute.local_tile(strip, (OUT_ROWS, SWIZZLED), (0, box))
                     target = tile_at(tma[None, None, head], top, column + SWIZZLED * box, (OUT_ROWS, SWIZZLED))
-                    s, g = cpasync.tma_partition(
-                        atom, 0, cute.make_layout(1), cute.group_modes(source, 0, 2), cute.group_modes(target, 0, 2)
-                    )
+                    s, g = as_box(atom, source, target)
                     with cute.arch.elect_one():
                         cute.copy(atom, s, g)
                 cute.arch.cp_async_bulk_commit_group()
@@ -785,6 +780,13 @@ class ForwardSm90:
 def tile_at(tensor, row, column, shape):
     """Part of a matrix, from ``row`` and ``column`` on."""
     return cute.local_tile(cute.domain_offset((row, column), tensor), shape, (0, 0))
+
+
+def as_box(atom, smem, gmem):
+    """A tile in shared memory and in a tensor, as the copy engine moves it in one go."""
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
 
 
 def complete_all(values):

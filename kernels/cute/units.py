@@ -53,8 +53,12 @@ def fetch(counter: cute.Tensor, units: Int32, dealt: cutlass.Constexpr[bool] = T
     return cute.arch.shuffle_sync(fetched, 0) + cute.arch.grid_dim()[0]
 
 
+def counter_of(device: torch.device) -> Tensor:
+    """The counter of the launches on a device's current stream, int32 [1]. A launch leaves it at 0, as it found it."""
+    return _counter_of(device, torch.cuda.current_stream(device).cuda_stream)
+
+
 @lru_cache
-def counter_of(device: torch.device, stream: int) -> Tensor:
-    """The counter of the launches on a stream, int32 [1]. A launch leaves it at 0, as it found it."""
+def _counter_of(device: torch.device, stream: int) -> Tensor:
     del stream
     return torch.zeros(1, dtype=torch.int32, device=device)

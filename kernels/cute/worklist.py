@@ -10,7 +10,7 @@ blocks and in each section the longest first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -184,26 +184,24 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
 
 def whole_quarters(ranges: Tensor, bits: Tensor) -> Tensor:
     """Which quarters of predicates have all pairs, each row of a quarter in one of its ranges; else as `_quarters`."""
-    half = BLOCK // 2
-    first, last = ([ranges >> shift & 255 for shift in shifts] for shifts in ((0, 16), (8, 24)))
-    inner_halves = [
-        (first[0] <= at) & (last[0] >= at + half) | (first[1] <= at) & (last[1] >= at + half) for at in (0, half)
-    ]
-    every = torch.cat([torch.stack(inner_halves, 2), (bits == -1).unflatten(2, (2, 2)).all(3)])
-    return _packed(every.unflatten(1, (2, half)).all(2))
+    inner_halves = _inner_halves(ranges, lambda first, last, start, stop: (first <= start) & (last >= stop))
+    every = torch.cat([inner_halves, (bits == -1).unflatten(2, (2, 2)).all(3)])
+    return _packed(every.unflatten(1, (2, BLOCK // 2)).all(2))
 
 
 def _quarters(ranges: Tensor, bits: Tensor) -> Tensor:
     """Which quarters of predicates have pairs, as in `WorkList.parts`: int64 [ranges, then bits]."""
-    half = BLOCK // 2
-    first = [ranges >> shift & 255 for shift in (0, 16)]
-    last = [ranges >> shift & 255 for shift in (8, 24)]
-    inner_halves = (
-        ((first[0] < last[0].clamp(max=half)) | (first[1] < last[1].clamp(max=half))),
-        ((first[0].clamp(min=half) < last[0]) | (first[1].clamp(min=half) < last[1])),
-    )
-    some = torch.cat([torch.stack(inner_halves, 2), (bits != 0).unflatten(2, (2, 2)).any(3)])
-    return _packed(some.unflatten(1, (2, half)).any(2))
+    inner_halves = _inner_halves(ranges, lambda first, last, start, stop: first.clamp(min=start) < last.clamp(max=stop))
+    some = torch.cat([inner_halves, (bits != 0).unflatten(2, (2, 2)).any(3)])
+    return _packed(some.unflatten(1, (2, BLOCK // 2)).any(2))
+
+
+def _inner_halves(ranges: Tensor, passes: Callable[[Tensor, Tensor, int, int], Tensor]) -> Tensor:
+    """Of each predicate and row, whether one of its two ranges (first column, one past the last) ``passes`` for each
+    inner half (first column, one past the last): bool [slots, outer rows, 2]."""
+    limits = [(ranges >> shift & 255, ranges >> shift + 8 & 255) for shift in (0, 16)]
+    halves = (0, BLOCK // 2), (BLOCK // 2, BLOCK)
+    return torch.stack([passes(*limits[0], *half) | passes(*limits[1], *half) for half in halves], 2)
 
 
 def _packed(quarters: Tensor) -> Tensor:

@@ -429,10 +429,8 @@ def test_deterministic_dense_sequences(in_order: Backend, head_dim: int, band: B
 @each_dim
 def test_deterministic_call_in_which_no_row_has_seen_a_key(in_order: Backend, head_dim: int) -> None:
     """Its log-sum-exps are −inf; the tiles are visited, and take their turns, all the same."""
-    x, work = (
-        Inputs(700, 700, (4, 2), head_dim, torch.bfloat16),
-        move(whole_call(Layout.from_cu_seqlens([0, 700])), "cuda"),
-    )
+    x = Inputs(700, 700, (4, 2), head_dim, torch.bfloat16)
+    work = move(whole_call(Layout.from_cu_seqlens([0, 700])), "cuda")
     totals = [torch.zeros(t.shape[1], 700, head_dim, device="cuda") for t in (x.q, x.k, x.v)]
     lse, delta = torch.full((4, 700), -torch.inf, device="cuda"), torch.randn(4, 700, device="cuda")
     in_order.backward(x.q, x.k, x.v, x.dout, lse, delta, work, *totals, scale=x.scale)
