@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.baselines.calls import cases
-from marble.kernels.cute.backward_config import plan_units
+from marble.kernels.cute.backward_config import heads_of_a_unit
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import FULL_TILE, PARTIAL_COST, WorkList, lower
 from marble.workloads import WORKLOADS
@@ -44,26 +44,21 @@ class Unit(NamedTuple):
     keys: tuple[tuple[int, int], int] | None = None
 
 
-def units(lists: WorkList, order: Ordered | None, heads: int, kv_heads: int, plan: tuple[int, int]) -> Iterator[Unit]:
-    """The units of a launch in the order in which they are fetched."""
-    (whole, few), group, at, items = plan, heads // kv_heads, 0, lists.items.tolist()
+def units(lists: WorkList, order: Ordered | None, heads: int, kv_heads: int, each: int) -> Iterator[Unit]:
+    """The units of a launch, of ``each`` query heads, in the order in which they are fetched."""
+    group, at, items = heads // kv_heads, 0, lists.items.tolist()
     slots = lists.parts[:, 1].tolist()
     walks = []
     for i, (_, _, part, parts, _, _, full, _) in enumerate(items):
         costs = [1.0 if slot == FULL_TILE else PARTIAL_COST for slot in slots[part : part + parts]] + [1.0] * full
         first = int(order.units[i, 2]) if order else 0
         walks.append(Walk(costs, order.tickets[first : first + len(costs)].tolist() if order else []))
-    number = 0
     while at < len(items):
         size = int(lists.sections[at, 1])
-        for kv_head in range(kv_heads):
+        for first in range(0, heads, each):
             for item in range(at, at + size):
-                each = group if number < whole * kv_heads else few
-                for piece in range(group // each):
-                    first = kv_head * group + piece * each
-                    keys = ((-1 - kv_head, item), piece) if order and each < group else None
-                    yield Unit(walks[item], range(first, first + each), keys)
-                number += 1
+                keys = ((-1 - first // group, item), first % group // each) if order and each < group else None
+                yield Unit(walks[item], range(first, first + each), keys)
         at += size
 
 
@@ -140,9 +135,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for text in given.heads:
             own = (case.shape.heads, case.shape.kv_heads)
             heads, kv_heads = own if text == "own" else map(int, text.split(":"))
-            plan = plan_units(len(lists.items), kv_heads, heads // kv_heads, given.sms)
-            anyhow = list(units(lists, None, heads, kv_heads, plan))
-            in_turn = list(units(order.lists, order, heads, kv_heads, plan))
+            each = heads_of_a_unit(len(lists.items), lists.tiles, kv_heads, heads // kv_heads, given.sms)
+            anyhow = list(units(lists, None, heads, kv_heads, each))
+            in_turn = list(units(order.lists, order, heads, kv_heads, each))
             ratio = makespan(in_turn, given.sms, given.handover) / makespan(anyhow, given.sms, 0.0)
             ratios.append(f"{ratio:.3f}")
         table.add_row(case.title, *ratios)

@@ -7,7 +7,7 @@ import torch
 from cutlass import Float32, Int32, cute
 from torch import Tensor
 
-from marble.kernels.cute.backward_config import BackwardConfig, Gradients, plan_units
+from marble.kernels.cute.backward_config import BackwardConfig, Gradients, heads_of_a_unit
 from marble.kernels.cute.backward_sm90 import BackwardSm90
 from marble.kernels.cute.backward_split_sm90 import PASSES, BackwardSplitSm90, SplitConfig
 from marble.kernels.cute.binding import ELEMENTS, Tickets, compiled, fake, fake_lists, lists_of
@@ -34,7 +34,6 @@ def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = Fa
         ),
         fake_lists(deterministic),
         Int32(1),
-        Int32(1),
         fake(Int32, 1, aligned=False),
         Float32(1.0),
         Int32(1),
@@ -54,7 +53,6 @@ def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str, rounds: bool 
         *(fake(Float32, heads, queries, aligned=False) for _ in range(2)),
         fake(kind if rounds else Float32, *rows, head_dim),
         fake_lists(),
-        Int32(1),
         Int32(1),
         fake(Int32, 1, aligned=False),
         Float32(1.0),
@@ -80,8 +78,8 @@ def run_backward(
 ) -> None:
     """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
 
-    If dk and dv are in the type of the inputs, the rows of listed blocks are written and the others left as they are;
-    then all units are whole (see `whole_units`), and sums have no order.
+    If dk and dv are in the type of the inputs, the rows of listed blocks are written and the others left as they are:
+    units have all query heads then, and no two blocks may share rows.
 
     Args:
         work: the list.
@@ -97,18 +95,18 @@ def run_backward(
     heads, head_dim = q.shape[1:]
     kv_heads, rounds = k.shape[1], dk.dtype == q.dtype
     config = BackwardConfig(head_dim, deterministic, rounds)
-    items, group = work.items.shape[0], heads // kv_heads
+    items, group = len(work.items), heads // kv_heads
+    together = group if rounds else heads_of_a_unit(items, work.tiles, kv_heads, group, sms)
     if deterministic:
         order = ordered(work, config.halves)
+        together = group if order.shared else together
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
     else:
         lists = lists_of(work)
-    whole, few = (items, 1) if rounds else plan_units(items, kv_heads, group, sms)
-    counter = counter_of(q.device)
-    grid = min(kv_heads * (whole + (items - whole) * (group // few)), sms)
+    counter, grid = counter_of(q.device), min(items * heads // together, sms)
     kernel = compile_backward(q.dtype, head_dim, deterministic, rounds)
-    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, whole, few, counter, scale, grid)
+    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, together, counter, scale, grid)
 
 
 def run_passes(
@@ -135,10 +133,8 @@ def run_passes(
     counter = counter_of(q.device)
     for gradient, target in zip(PASSES, (dq, dk, dv), strict=True):
         lists = work.by_query if gradient == "dq" else work.by_key
-        items = len(lists.items)
-        # Units of single query heads, or of all that a key/value head has.
-        whole, grid = (0, items * heads) if gradient == "dq" else (items, items * kv_heads)
+        together = 1 if gradient == "dq" else heads // kv_heads
         compile_pass(q.dtype, head_dim, gradient, rounds=target.dtype == q.dtype)(
             *(q, k, v, dout, lse, delta, target),
-            *(lists_of(lists), whole, 1, counter, scale, min(grid, sms)),
+            *(lists_of(lists), together, counter, scale, min(len(lists.items) * heads // together, sms)),
         )

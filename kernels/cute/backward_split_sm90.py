@@ -186,8 +186,7 @@ class BackwardSplitSm90(BackwardSm90):
         mDelta: cute.Tensor,
         target: cute.Tensor,
         lists: Lists,
-        whole: Int32,
-        few: Int32,
+        heads: Int32,
         counter: cute.Tensor,
         scale: Float32,
         grid: Int32,
@@ -212,7 +211,7 @@ class BackwardSplitSm90(BackwardSm90):
             mDelta,
             target,
             lists,
-            Schedule(whole, few, counter),
+            Schedule(heads, counter),
             scale,
         ).launch(grid=[grid, 1, 1], block=[self.config.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 

@@ -37,6 +37,7 @@ class PartList(WorkList):
         runs: int32 [runs, 3], (first key row of the first part, tiles, first key row of the second part): those of tile
             i are so many rows behind these as i tiles have keys.
         ranges: two more rows than in the list that was cut: all columns, and none.
+        tiles: of the list that was cut.
         strips: how many items are strips.
     """
 
@@ -118,9 +119,9 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     )
     there = (columns[1] > 0) & ((wanted > 0) | (run_count > 0))
     section = work.sections[:, 0].long().repeat_interleave(halves)
-    ((items, sections),) = arranged(tuple(x[there] for x in columns), section[there], [int(there.sum())], together)
+    ((items, sections, _),) = arranged(tuple(x[there] for x in columns), section[there], [int(there.sum())], together)
     tables = torch.cat(parts)[by_owner].int(), runs[runs_by_owner].int(), ranges, work.bits
-    return PartList(items, sections, *tables, strips=len(items) if halves == 2 else 0)
+    return PartList(items, sections, *tables, work.tiles, strips=len(items) if halves == 2 else 0)
 
 
 def _quarters(work: WorkList, halves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -41,6 +41,8 @@ class Ordered:
             adds to any of these rows; and where its tickets begin.
         numbers: how many numbers query tiles have.
         counters: how many counters key rows have.
+        shared: whether several items add to the same key rows. Units must have all query heads then, because tickets
+            would not follow the order in which pieces of them are fetched.
     """
 
     lists: WorkList
@@ -48,6 +50,7 @@ class Ordered:
     units: Tensor
     numbers: int
     counters: int
+    shared: bool
 
     def served(self, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
         """The counters of a launch, at 0: of dQ [heads, numbers], and of dK and dV [kv_heads, counters]."""
@@ -87,17 +90,18 @@ def _order(work: WorkList, halves: int) -> Ordered:
     count = torch.bincount(owner, minlength=items)
     fields = work.items[by_place].clone()
     fields[:, 2], fields[:, 3], fields[:, 4:7] = count.cumsum(0) - count, count, 0
-    lists = WorkList(fields, work.sections, entries.int(), work.runs[:0].clone(), work.ranges, work.bits)
+    lists = WorkList(fields, work.sections, entries.int(), work.runs[:0].clone(), work.ranges, work.bits, work.tiles)
     first, block = _query_blocks(entries)
-    half, shared = torch.arange(halves, device=device), _queued(owner, block)
-    number = torch.where(shared[block, None], block[:, None] * halves, block[:, None] * halves + half).flatten()
-    leads = (~shared[block, None] | (half == 0)).flatten()
+    half, queued = torch.arange(halves, device=device), _queued(owner, block)
+    number = torch.where(queued[block, None], block[:, None] * halves, block[:, None] * halves + half).flatten()
+    leads = (~queued[block, None] | (half == 0)).flatten()
     ticket = torch.full_like(number, -1)
     ticket[leads] = _counted(number[leads])
     tickets = torch.stack([number, ticket], 1)
     keys, counters = _key_tickets(fields)
     units = torch.cat([keys, (halves * (count.cumsum(0) - count)).unsqueeze(1)], 1)
-    return Ordered(lists, tickets.int(), units.int(), len(first) * halves, counters)
+    shared = bool((keys[:, 1] >= 0).any())
+    return Ordered(lists, tickets.int(), units.int(), len(first) * halves, counters, shared)
 
 
 def _counted(numbers: Tensor) -> Tensor:

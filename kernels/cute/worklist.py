@@ -48,6 +48,7 @@ class WorkList:
         runs: int32 [runs, 2], (first inner row, full tiles): tile i begins at inner row first + 128 i.
         ranges: int32 [slots, 128] as in `TileList.ranges`.
         bits: int32 [slots, 128, 4] as in `TileList.bits`.
+        tiles: how many tiles all items have.
     """
 
     items: Tensor
@@ -56,6 +57,7 @@ class WorkList:
     runs: Tensor
     ranges: Tensor
     bits: Tensor
+    tiles: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +179,8 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
     resolved = torch.stack([chosen[:, 0], slot, chosen[:, 1], quarters], 1).int()
     ran = torch.stack([row, blocks], 1).int()
     return [
-        WorkList(*items, resolved, ran, _dense(x.ranges), _dense(x.bits))
-        for items, x in zip(in_order, lists, strict=True)
+        WorkList(items, sections, resolved, ran, _dense(x.ranges), _dense(x.bits), tiles)
+        for (items, sections, tiles), x in zip(in_order, lists, strict=True)
     ]
 
 
@@ -245,8 +247,9 @@ def _dense(table: Tensor) -> Tensor:
 
 def arranged(
     columns: tuple[Tensor, ...], section: Tensor, lengths: Sequence[int], together: int = 1
-) -> list[tuple[Tensor, Tensor]]:
-    """`WorkList.items` and `WorkList.sections` of the outer blocks that have tiles, for each of several lists.
+) -> list[tuple[Tensor, Tensor, int]]:
+    """`WorkList.items` and `WorkList.sections` of the outer blocks that have tiles, and how many, for each of several
+    lists.
 
     Args:
         columns: the fields of the items, one tensor each, of all lists one after the other.
@@ -275,9 +278,10 @@ def arranged(
     order = order[torch.argsort(rank[member[order]], stable=True)]
     starts = torch.searchsorted(which, torch.arange(len(lengths) + 1, device=device))
     sections = torch.stack([first - starts[owner], sizes], 1)[member[order]].int()
-    cuts = starts.tolist()
     items = items[order]
-    return [(items[a:b], sections[a:b]) for a, b in pairwise(cuts)]
+    tiles = torch.nn.functional.pad((items[:, 3] + items[:, 6]).long().cumsum(0), (1, 0))[starts]
+    cuts = torch.stack([starts, tiles], 1).tolist()
+    return [(items[a:b], sections[a:b], after - before) for (a, before), (b, after) in pairwise(cuts)]
 
 
 def _contiguous_runs(owner: Tensor, first: Tensor, blocks: Tensor, inner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -390,5 +394,5 @@ def _band_list(
     columns = (outer.row, outer.rows, part_ptr[:-1], part_ptr.diff(), run_ptr[:-1], run_ptr.diff(), full, touch)
     nothing = torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device)
     parts = torch.stack([inner_row[chosen], slot, inner_rows[chosen], _quarters(words, nothing)[slot]], 1).int()
-    ((items, sections),) = arranged(columns, sequence, [len(sequence)])
-    return WorkList(items, sections, parts, runs, words, nothing)
+    ((items, sections, tiles),) = arranged(columns, sequence, [len(sequence)])
+    return WorkList(items, sections, parts, runs, words, nothing, tiles)

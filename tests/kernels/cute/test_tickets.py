@@ -1,6 +1,7 @@
 """The order of deterministic sums: every tile is added in one order, which is that of the units of work, and no number
 of thread blocks can end up waiting for one another."""
 
+import copy
 import dataclasses
 import random
 from collections import Counter, defaultdict
@@ -48,16 +49,17 @@ class Unit(NamedTuple):
     heads: int
 
 
-def units(order: Ordered, halves: int, heads: int, kv_heads: int, few: int, whole: int = 0) -> Iterator[Unit]:
-    """The units of a launch in the order in which they are fetched, as the kernel reads them; the first ``whole`` times
-    ``kv_heads`` have all query heads of theirs."""
+def units(order: Ordered, halves: int, heads: int, kv_heads: int, each: int) -> Iterator[Unit]:
+    """The units of a launch, of ``each`` query heads, in the order in which they are fetched, as the kernel reads
+    them."""
     group, lists = heads // kv_heads, order.lists
-    at, items, done = 0, lists.items.tolist(), 0
+    at, items = 0, lists.items.tolist()
     tickets, table = order.tickets.tolist(), order.units.tolist()
     while at < len(items):
         first, size = lists.sections[at].tolist()
         assert first == at
-        for kv_head in range(kv_heads):
+        for begin in range(0, heads, each):
+            kv_head, member = divmod(begin, group)
             for item in range(at, at + size):
                 row, rows, _, count, _, runs, full, _ = items[item]
                 assert runs == full == 0
@@ -71,21 +73,21 @@ def units(order: Ordered, halves: int, heads: int, kv_heads: int, few: int, whol
                         [[number + i, own[start + i][1]] for i in range(1, halves)],
                     )
                 own = [each for each in own if each[1] >= 0]
-                each = group if done < whole * kv_heads else few
-                done += 1
-                for member in range(0, group, each):
-                    turn = None
-                    if ticket >= 0 or each < group:
-                        turn = (kv_head, counter), max(ticket, 0) * group + member
-                    begin = kv_head * group + member
-                    turns = [((head, number), mine) for head in range(begin, begin + each) for number, mine in own]
-                    yield Unit(turns, turn, range(row, row + rows), each)
+                turn = None
+                if ticket >= 0 or each < group:
+                    turn = (kv_head, counter), max(ticket, 0) * group + member
+                turns = [((head, number), mine) for head in range(begin, begin + each) for number, mine in own]
+                yield Unit(turns, turn, range(row, row + rows), each)
         at += size
 
 
-def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, few: int = 1, whole: int = 0) -> Ordered:
-    """A list's order adds the same tiles, one by one in the order of units, and never two units to the same keys."""
+def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, each: int = 1) -> Ordered:
+    """A list's order adds the same tiles, one by one in the order of units, and never two units to the same keys.
+
+    Units have ``each`` query heads, or all of a key/value head if items share keys.
+    """
     order = ordered(work, halves)
+    each = heads // kv_heads if order.shared else each
     assert visited(order.lists) == visited(work)
     assert ordered(work, halves) is order
     rows = order.lists.parts[:, 0]
@@ -94,7 +96,7 @@ def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, few: i
     counted: dict[tuple[int, int], int] = defaultdict(int)
     keys: dict[tuple[int, int], int] = defaultdict(int)
     adders: dict[tuple[int, int], set[object]] = defaultdict(set)
-    for number, unit in enumerate(units(order, halves, heads, kv_heads, few, whole)):
+    for number, unit in enumerate(units(order, halves, heads, kv_heads, each)):
         for counter, ticket in unit.turns:
             assert ticket == counted[counter]
             counted[counter] += 1
@@ -185,20 +187,21 @@ def test_sequences_that_share_keys(each: list[tuple[int, int, int]], halves: int
     keys = torch.tensor([[start, start + length] for start, length, _ in each], dtype=torch.int32)
     touch = torch.zeros(len(each), dtype=torch.uint8)
     work = lower(Varlen(queries, keys, Band.FULL, touch)).by_key
-    order = check(work, halves, heads=4, kv_heads=2, few=2)
-    check(work, halves, heads=4, kv_heads=2, whole=len(each) // 2)
-    waits(list(units(order, halves, 4, 2, 1, len(each) // 2)), 3, len(each))
+    order = check(work, halves, heads=4, kv_heads=2)
+    assert order.shared == bool((order.units[:, 1] >= 0).any())
+    waits(list(units(order, halves, 4, 2, 2 if order.shared else 1)), 3, len(each))
 
 
 @each_halves
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads(name: str, halves: int) -> None:
     work = workload(name)
-    order = check(work, halves, heads=4, kv_heads=2, few=2)
+    order = ordered(work, halves)
+    assert not order.shared
     assert (order.units[:, 1] == -1).all()
-    for few, whole in ((1, 0), (2, 0), (1, len(work.items) // 2)):
-        check(work, halves, 4, 2, few, whole)
-        launch = list(units(order, halves, 4, 2, few, whole))
+    for each in (1, 2):
+        check(work, halves, 4, 2, each)
+        launch = list(units(order, halves, 4, 2, each))
         for blocks in (1, 2, 5, 132):
             held = waits(launch, blocks, seed=blocks)
             assert held == 0 or blocks > 1
@@ -216,9 +219,9 @@ def test_every_call_of_a_plan_has_an_order(name: str, schedule: str) -> None:
         for work in dict.fromkeys(each.works):
             lists = lower(work).by_key
             for halves in set(HALVES.values()):
-                order = check(lists, halves, heads=4, kv_heads=2, few=2)
+                order = check(lists, halves, heads=4, kv_heads=2)
                 shared += int((order.units[:, 1] >= 0).sum())
-            waits(list(units(order, halves, 4, 2, 1)), 5, seed=each.rank)
+            waits(list(units(order, halves, 4, 2, 2 if order.shared else 1)), 5, seed=each.rank)
     assert (shared > 0) == (schedule == "chunked"), "elsewhere one unit adds to a key block"
 
 
@@ -270,6 +273,10 @@ def test_query_tiles_that_share_some_rows_are_refused() -> None:
 
 def test_lists_stay_what_they_were() -> None:
     work = workload("molmo_docs")
-    before = {field.name: getattr(work, field.name).clone() for field in dataclasses.fields(work)}
+    before = copy.deepcopy(work)
     ordered(work, 2)
-    assert all(torch.equal(getattr(work, name), value) for name, value in before.items())
+    assert all(
+        torch.equal(getattr(work, field.name), value) if isinstance(value, torch.Tensor) else value == work.tiles
+        for field in dataclasses.fields(work)
+        for value in [getattr(before, field.name)]
+    )

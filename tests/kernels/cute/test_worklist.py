@@ -43,6 +43,7 @@ def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
             count[row : row + BLOCK, first : first + BLOCK * blocks] += 1
             total += blocks
         assert total == full
+    assert work.tiles == int(work.items[:, 3].sum() + work.items[:, 6].sum())
     assert not count[outer_rows:].any()
     assert not count[:, inner_rows:].any()
     return count[:outer_rows, :inner_rows]
