@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.baselines.calls import cases
-from marble.kernels.cute.backward_config import heads_of_a_unit
+from marble.kernels.cute.backward_config import Units, plan_units
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import FULL_TILE, PARTIAL_COST, WorkList, lower
 from marble.workloads import WORKLOADS
@@ -44,8 +44,8 @@ class Unit(NamedTuple):
     keys: tuple[tuple[int, int], int] | None = None
 
 
-def units(lists: WorkList, order: Ordered | None, heads: int, kv_heads: int, each: int) -> Iterator[Unit]:
-    """The units of a launch, of ``each`` query heads, in the order in which they are fetched."""
+def units(lists: WorkList, order: Ordered | None, heads: int, kv_heads: int, plan: Units) -> Iterator[Unit]:
+    """The units of a launch in the order in which they are fetched."""
     group, at, items = heads // kv_heads, 0, lists.items.tolist()
     slots = lists.parts[:, 1].tolist()
     walks = []
@@ -53,12 +53,19 @@ def units(lists: WorkList, order: Ordered | None, heads: int, kv_heads: int, eac
         costs = [1.0 if slot == FULL_TILE else PARTIAL_COST for slot in slots[part : part + parts]] + [1.0] * full
         first = int(order.units[i, 2]) if order else 0
         walks.append(Walk(costs, order.tickets[first : first + len(costs)].tolist() if order else []))
+    number = 0
     while at < len(items):
         size = int(lists.sections[at, 1])
-        for first in range(0, heads, each):
-            for item in range(at, at + size):
-                keys = ((-1 - first // group, item), first % group // each) if order and each < group else None
-                yield Unit(walks[item], range(first, first + each), keys)
+        members = [range(at, at + size)] if plan.apart else [range(item, item + 1) for item in range(at, at + size)]
+        for kv_head in range(kv_heads):
+            for some in members:
+                each = group if number < plan.whole * kv_heads else plan.few
+                for piece in range(group // each):
+                    first = kv_head * group + piece * each
+                    for item in some:
+                        keys = ((-1 - kv_head, item), piece) if order and each < group else None
+                        yield Unit(walks[item], range(first, first + each), keys)
+                number += len(some)
         at += size
 
 
@@ -135,9 +142,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for text in given.heads:
             own = (case.shape.heads, case.shape.kv_heads)
             heads, kv_heads = own if text == "own" else map(int, text.split(":"))
-            each = heads_of_a_unit(len(lists.items), lists.tiles, kv_heads, heads // kv_heads, given.sms)
-            anyhow = list(units(lists, None, heads, kv_heads, each))
-            in_turn = list(units(order.lists, order, heads, kv_heads, each))
+            plan = plan_units(len(lists.items), lists.tiles, kv_heads, heads // kv_heads, given.sms)
+            anyhow = list(units(lists, None, heads, kv_heads, plan))
+            in_turn = list(units(order.lists, order, heads, kv_heads, plan))
             ratio = makespan(in_turn, given.sms, given.handover) / makespan(anyhow, given.sms, 0.0)
             ratios.append(f"{ratio:.3f}")
         table.add_row(case.title, *ratios)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from marble.kernels.contract import State, Varlen, Work
 from marble.kernels.cute import backward, forward
-from marble.kernels.cute.backward_config import heads_of_a_unit
+from marble.kernels.cute.backward_config import whole_units
 from marble.kernels.cute.backward_split_sm90 import SplitConfig
 from marble.kernels.cute.binding import expect, readable
 from marble.kernels.cute.delta import run_delta
@@ -102,9 +102,8 @@ class CuteBackend:
         elif split:
             written = [x.dtype == q.dtype for x in gradients]
         else:
-            keys, group = lists.by_key, q.shape[1] // k.shape[1]
-            whole = group == heads_of_a_unit(len(keys.items), keys.tiles, k.shape[1], group, sms)
-            written = [False, *(2 * [whole and not in_order and dk.dtype == dv.dtype == q.dtype])]
+            many = whole_units(len(lists.by_key.items), k.shape[1], sms) and not in_order
+            written = [False, *(2 * [many and dk.dtype == dv.dtype == q.dtype])]
         targets = []
         for x, writes in zip(gradients, written, strict=True):
             # Rows that have no pairs are in no list. All blocks of queries are known, but not what lies between keys'.

@@ -7,7 +7,7 @@ import torch
 from cutlass import Float32, Int32, cute
 from torch import Tensor
 
-from marble.kernels.cute.backward_config import BackwardConfig, Gradients, heads_of_a_unit
+from marble.kernels.cute.backward_config import BackwardConfig, Gradients, Units, plan_units
 from marble.kernels.cute.backward_sm90 import BackwardSm90
 from marble.kernels.cute.backward_split_sm90 import PASSES, BackwardSplitSm90, SplitConfig
 from marble.kernels.cute.binding import ELEMENTS, Tickets, compiled, fake, fake_lists, lists_of
@@ -34,6 +34,8 @@ def compile_backward(dtype: torch.dtype, head_dim: int, deterministic: bool = Fa
         ),
         fake_lists(deterministic),
         Int32(1),
+        Int32(1),
+        Int32(0),
         fake(Int32, 1, aligned=False),
         Float32(1.0),
         Int32(1),
@@ -54,6 +56,8 @@ def compile_pass(dtype: torch.dtype, head_dim: int, gradient: str, rounds: bool 
         fake(kind if rounds else Float32, *rows, head_dim),
         fake_lists(),
         Int32(1),
+        Int32(1),
+        Int32(0),
         fake(Int32, 1, aligned=False),
         Float32(1.0),
         Int32(1),
@@ -78,8 +82,8 @@ def run_backward(
 ) -> None:
     """Add the gradients of the listed tiles (by key block) to dq, dk and dv; see `Backend.backward`.
 
-    If dk and dv are in the type of the inputs, the rows of listed blocks are written and the others left as they are:
-    units have all query heads then, and no two blocks may share rows.
+    If dk and dv are in the type of the inputs, the rows of listed blocks are written and the others left as they are;
+    then all units are whole (see `whole_units`), and sums have no order.
 
     Args:
         work: the list.
@@ -96,17 +100,18 @@ def run_backward(
     kv_heads, rounds = k.shape[1], dk.dtype == q.dtype
     config = BackwardConfig(head_dim, deterministic, rounds)
     items, group = len(work.items), heads // kv_heads
-    together = group if rounds else heads_of_a_unit(items, work.tiles, kv_heads, group, sms)
+    units = Units(items, group) if rounds else plan_units(items, work.tiles, kv_heads, group, sms)
     if deterministic:
         order = ordered(work, config.halves)
-        together = group if order.shared else together
+        units = units._replace(apart=units.apart and not order.shared)
         tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
         lists = lists_of(order.lists, tickets)
     else:
         lists = lists_of(work)
-    counter, grid = counter_of(q.device), min(items * heads // together, sms)
+    counter = counter_of(q.device)
+    grid = min(kv_heads * (units.whole + (items - units.whole) * (group // units.few)), sms)
     kernel = compile_backward(q.dtype, head_dim, deterministic, rounds)
-    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, together, counter, scale, grid)
+    kernel(q, k, v, dout, lse, delta, Gradients(dq, dk, dv), lists, *map(int, units), counter, scale, grid)
 
 
 def run_passes(
@@ -133,8 +138,10 @@ def run_passes(
     counter = counter_of(q.device)
     for gradient, target in zip(PASSES, (dq, dk, dv), strict=True):
         lists = work.by_query if gradient == "dq" else work.by_key
-        together = 1 if gradient == "dq" else heads // kv_heads
+        items = len(lists.items)
+        # Units of single query heads, or of all that a key/value head has.
+        units, grid = (Units(0, 1), items * heads) if gradient == "dq" else (Units(items, 1), items * kv_heads)
         compile_pass(q.dtype, head_dim, gradient, rounds=target.dtype == q.dtype)(
             *(q, k, v, dout, lse, delta, target),
-            *(lists_of(lists), together, counter, scale, min(len(lists.items) * heads // together, sms)),
+            *(lists_of(lists), *map(int, units), counter, scale, min(grid, sms)),
         )

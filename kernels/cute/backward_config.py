@@ -27,8 +27,8 @@ class BackwardConfig:
     Attributes:
         head_dim: 64 or 128.
         deterministic: whether sums have an order (`marble.kernels.cute.tickets`).
-        rounds: whether dK and dV are written in the type of the inputs, instead of added to in float32. Units must have
-            all query heads then.
+        rounds: whether dK and dV are written in the type of the inputs, instead of added to in float32. All units must
+            have all query heads then.
         tile_n: key rows of a tile and of a unit.
         groups: math warpgroups.
         threads: of a thread block.
@@ -229,38 +229,67 @@ class Pipes(NamedTuple):
     unit_empty: cute.Pointer
 
 
-@mlir_namedtuple
-class Schedule(NamedTuple):
-    """How the items of a `WorkList` become units, of some query heads of a key/value head each. Those with the same
-    heads come together, section by section (see `marble.kernels.cute.units`).
+class Units(NamedTuple):
+    """How the items of a `WorkList` become units: all query heads of a key/value head, or ``few`` of them at a time.
 
     Attributes:
-        heads: query heads of a unit, a divisor of a key/value head's number of them.
-        counter: int32 [1], units that thread blocks have fetched; 0 between launches.
+        whole: items' worth of units that have all query heads: the first ``whole`` times the number of key/value heads.
+            Units come section by section (see `marble.kernels.cute.units`), so these may end inside a section.
+        few: query heads of a unit of the others, a divisor of a key/value head's number of them.
+        apart: whether units with the same heads come together in a section, and not those of the same item; then
+            ``whole`` is 0.
     """
 
-    heads: Int32
+    whole: int
+    few: int
+    apart: bool = False
+
+
+@mlir_namedtuple
+class Schedule(NamedTuple):
+    """`Units` in a kernel, and ``counter``: int32 [1], units that thread blocks have fetched; 0 between launches."""
+
+    whole: Int32
+    few: Int32
+    apart: Int32
     counter: cute.Tensor
 
 
 ENOUGH_UNITS = 6
-"""Units for each multiprocessor that even out how long they are."""
+"""Units for each multiprocessor that even out how long they are, if an item's come together."""
+
+MANY_UNITS = 24
+"""Units for each multiprocessor that are even in any order, and when none is split at the end."""
 
 UNIT_TILES = 48
 """Tiles of a unit, on average, that make up for what it costs besides them: about one."""
 
 
-def heads_of_a_unit(items: int, tiles: int, kv_heads: int, group: int, sms: int) -> int:
-    """`Schedule.heads` for items with ``tiles`` in all, that ``group`` query heads of each key/value head multiply.
+def plan_units(items: int, tiles: int, kv_heads: int, group: int, sms: int) -> Units:
+    """The units of items with ``tiles`` in all, that ``group`` query heads of each key/value head multiply.
 
-    As few as make a unit long enough. Units that run at the same time are spread over their walks, each with one query
-    head after the other: the fewer there are, the less they read that is not in the L2 cache. And no more than give
-    every multiprocessor enough units.
+    Units that run at the same time are spread over their walks, which take one query head after the other: the fewer
+    they have, and the more of them have the same, the less they read that is not in the L2 cache. So if there are many
+    units of few heads that are long enough, they come apart.
+
+    Otherwise what they read fits. If there are enough units of all query heads, only about the last of each
+    multiprocessor is split, so that all end at about the same time. If not, every unit is, as little as gives enough of
+    them: each costs about one tile more.
     """
-    sizes = [heads for heads in range(1, group + 1) if group % heads == 0]
-    long = [heads for heads in sizes if heads * tiles >= UNIT_TILES * items]
-    enough = [heads for heads in sizes if items * kv_heads * (group // heads) >= ENOUGH_UNITS * sms]
-    return min(min(long, default=group), max(enough, default=1))
+    sizes = [few for few in range(1, group + 1) if group % few == 0]
+    long = min((few for few in sizes if few * tiles >= UNIT_TILES * items), default=group)
+    if long < group and items * kv_heads * (group // long) >= MANY_UNITS * sms:
+        return Units(0, long, apart=True)
+    if items * kv_heads >= ENOUGH_UNITS * sms:
+        return Units(max(0, items - -(-sms // kv_heads)), 1)
+    enough = [few for few in sizes if items * kv_heads * (group // few) >= ENOUGH_UNITS * sms]
+    return Units(0, max(enough, default=1))
+
+
+def whole_units(items: int, kv_heads: int, sms: int) -> bool:
+    """Whether there are so many units of all query heads that splitting the last ones gains less than 2 %: then each
+    key row may have one writer."""
+    return items * kv_heads >= MANY_UNITS * sms
 
 
 class Field(IntEnum):

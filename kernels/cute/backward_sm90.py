@@ -109,7 +109,9 @@ class BackwardSm90(RegisterSums):
         mDelta: cute.Tensor,
         gradients: Gradients,
         lists: Lists,
-        heads: Int32,
+        whole: Int32,
+        few: Int32,
+        apart: Int32,
         counter: cute.Tensor,
         scale: Float32,
         grid: Int32,
@@ -139,7 +141,7 @@ class BackwardSm90(RegisterSums):
             gradients.dk,
             gradients.dv,
             lists,
-            Schedule(heads, counter),
+            Schedule(whole, few, apart, counter),
             scale,
         ).launch(grid=[grid, 1, 1], block=[self.config.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
@@ -251,16 +253,25 @@ class BackwardSm90(RegisterSums):
         """
         ordered = const_expr(self.config.deterministic)
         lane = cute.arch.lane_idx()
-        kv_heads, heads = operands.k.shape[2], schedule.heads
+        items, kv_heads = lists.items.shape[0], operands.k.shape[2]
         group = operands.q.shape[2] // kv_heads
-        pieces = group // heads
-        units = lists.items.shape[0] * kv_heads * pieces
+        pieces = group // schedule.few
+        whole = schedule.whole * kv_heads
+        units = whole + (items - schedule.whole) * kv_heads * pieces
         turn, number, unit = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
         if const_expr(ordered):
             unit = fetch(schedule.counter, units, dealt=False)
         while unit < units:
-            index, piece, _ = unit_at(lists, unit, kv_heads * pieces, Int32(1))
-            kv_head, head = piece // pieces, piece % pieces * heads
+            place, head, heads = unit, Int32(0), group
+            if unit >= whole:
+                place = whole + (unit - whole) // pieces
+                head, heads = (unit - whole) % pieces * schedule.few, schedule.few
+            heads_apart = kv_heads
+            if schedule.apart != 0:
+                place, heads_apart = unit, kv_heads * pieces
+            index, kv_head, _ = unit_at(lists, place, heads_apart, Int32(1))
+            if schedule.apart != 0:
+                kv_head, head = kv_head // pieces, kv_head % pieces * heads
             order = [Int32(0)] * 3
             if const_expr(ordered):
                 order = serving.unit_tickets(lists, index, kv_head, head, heads, group, self.config.groups)

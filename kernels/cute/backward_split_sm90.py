@@ -186,7 +186,9 @@ class BackwardSplitSm90(BackwardSm90):
         mDelta: cute.Tensor,
         target: cute.Tensor,
         lists: Lists,
-        heads: Int32,
+        whole: Int32,
+        few: Int32,
+        apart: Int32,
         counter: cute.Tensor,
         scale: Float32,
         grid: Int32,
@@ -211,7 +213,7 @@ class BackwardSplitSm90(BackwardSm90):
             mDelta,
             target,
             lists,
-            Schedule(heads, counter),
+            Schedule(whole, few, apart, counter),
             scale,
         ).launch(grid=[grid, 1, 1], block=[self.config.threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 

@@ -41,8 +41,8 @@ class Ordered:
             adds to any of these rows; and where its tickets begin.
         numbers: how many numbers query tiles have.
         counters: how many counters key rows have.
-        shared: whether several items add to the same key rows. Units must have all query heads then, because tickets
-            would not follow the order in which pieces of them are fetched.
+        shared: whether several items add to the same key rows. Then tickets follow units of which those of an item come
+            together.
     """
 
     lists: WorkList

@@ -157,7 +157,7 @@ def test_gradients_that_are_written(
     if not cute.writes_gradients:
         pytest.skip("this backend only adds")
     if many:
-        monkeypatch.setattr("marble.kernels.cute.backend.heads_of_a_unit", lambda *_: heads[0] // heads[1])
+        monkeypatch.setattr("marble.kernels.cute.backward_config.WHOLE_UNITS", 0)
     if call == "dense":
         tiles: Work = Varlen.from_cu_seqlens(
             torch.tensor([0, 0, 300, 1001]), torch.tensor([0, 40, 40, 900]), Band.CAUSAL, BOTH
@@ -426,18 +426,22 @@ def test_deterministic_dense_sequences(in_order: Backend, head_dim: int, band: B
         assert deviation(mine, ref) <= GATE * deviation(base, ref) + 1e-6
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("few", [1, 2, 4])
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_units_of_some_heads(in_order: Backend, head_dim: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_of_some_heads(
+    in_order: Backend, head_dim: int, apart: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the four of each key/value head, in order and anyhow."""
-    monkeypatch.setattr("marble.kernels.cute.backward.heads_of_a_unit", lambda *_: together)
+    from marble.kernels.cute.backward_config import Units
+
+    monkeypatch.setattr("marble.kernels.cute.backward.plan_units", lambda *_: Units(0, few, apart))
     tiles = CROWDS["documents"]()
     x, work = inputs_of(tiles, (8, 2), head_dim, torch.bfloat16), move(tiles, "cuda")
     exact, rounded = (backward(REFERENCE, x, work, kind) for kind in (torch.float64, torch.bfloat16))
-    for each in (in_order, launch.backend("cute")):
-        ours = backward(each, x, work, torch.bfloat16)
+    for ours in (same_in_all_runs(in_order, x, work), sums(launch.backend("cute"), x, work)):
         for name, mine, ref, base in zip(("dq", "dk", "dv"), ours, exact, rounded, strict=True):
-            assert deviation(mine, ref) <= GATE * deviation(base, ref) + 1e-6, (each, name)
+            assert deviation(mine, ref) <= GATE * deviation(base, ref) + 1e-6, name
 
 
 @each_dim

@@ -17,6 +17,7 @@ from sequences import bounds_of
 import marble
 from marble import AttentionShape, Layout, Span
 from marble.kernels.contract import Band, Touch, Varlen
+from marble.kernels.cute.backward_config import Units
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import BLOCK, FULL_TILE, WorkList, lower
 from marble.testing.layouts import whole_call
@@ -40,6 +41,10 @@ def visited(work: WorkList) -> Counter[tuple[int, ...]]:
     return found
 
 
+EACH = Units(0, 1)
+"""Units of single heads."""
+
+
 class Unit(NamedTuple):
     """What a unit adds, in its order: the counter and ticket of each of its turns, then of its keys (or None)."""
 
@@ -49,18 +54,21 @@ class Unit(NamedTuple):
     heads: int
 
 
-def units(order: Ordered, halves: int, heads: int, kv_heads: int, each: int) -> Iterator[Unit]:
-    """The units of a launch, of ``each`` query heads, in the order in which they are fetched, as the kernel reads
-    them."""
+def units(order: Ordered, halves: int, heads: int, kv_heads: int, plan: Units) -> Iterator[Unit]:
+    """The units of a launch in the order in which they are fetched, as the kernel reads them."""
     group, lists = heads // kv_heads, order.lists
-    at, items = 0, lists.items.tolist()
+    at, items, done = 0, lists.items.tolist(), 0
     tickets, table = order.tickets.tolist(), order.units.tolist()
     while at < len(items):
         first, size = lists.sections[at].tolist()
         assert first == at
-        for begin in range(0, heads, each):
-            kv_head, member = divmod(begin, group)
-            for item in range(at, at + size):
+        for kv_head in range(kv_heads):
+            pieces = [(member, plan.few, item) for member in range(0, group, plan.few) for item in range(at, at + size)]
+            if not plan.apart:
+                sizes = [group if done + i < plan.whole * kv_heads else plan.few for i in range(size)]
+                pieces = [(m, each, at + i) for i, each in enumerate(sizes) for m in range(0, group, each)]
+                done += size
+            for member, each, item in pieces:
                 row, rows, _, count, _, runs, full, _ = items[item]
                 assert runs == full == 0
                 counter, ticket, place = table[item]
@@ -72,22 +80,19 @@ def units(order: Ordered, halves: int, heads: int, kv_heads: int, each: int) -> 
                         [[number, -1]] * (halves - 1),
                         [[number + i, own[start + i][1]] for i in range(1, halves)],
                     )
-                own = [each for each in own if each[1] >= 0]
+                own = [tile for tile in own if tile[1] >= 0]
                 turn = None
                 if ticket >= 0 or each < group:
                     turn = (kv_head, counter), max(ticket, 0) * group + member
+                begin = kv_head * group + member
                 turns = [((head, number), mine) for head in range(begin, begin + each) for number, mine in own]
                 yield Unit(turns, turn, range(row, row + rows), each)
         at += size
 
 
-def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, each: int = 1) -> Ordered:
-    """A list's order adds the same tiles, one by one in the order of units, and never two units to the same keys.
-
-    Units have ``each`` query heads, or all of a key/value head if items share keys.
-    """
+def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, plan: Units = EACH) -> Ordered:
+    """A list's order adds the same tiles, one by one in the order of units, and never two units to the same keys."""
     order = ordered(work, halves)
-    each = heads // kv_heads if order.shared else each
     assert visited(order.lists) == visited(work)
     assert ordered(work, halves) is order
     rows = order.lists.parts[:, 0]
@@ -96,7 +101,7 @@ def check(work: WorkList, halves: int, heads: int = 2, kv_heads: int = 1, each: 
     counted: dict[tuple[int, int], int] = defaultdict(int)
     keys: dict[tuple[int, int], int] = defaultdict(int)
     adders: dict[tuple[int, int], set[object]] = defaultdict(set)
-    for number, unit in enumerate(units(order, halves, heads, kv_heads, each)):
+    for number, unit in enumerate(units(order, halves, heads, kv_heads, plan)):
         for counter, ticket in unit.turns:
             assert ticket == counted[counter]
             counted[counter] += 1
@@ -187,9 +192,12 @@ def test_sequences_that_share_keys(each: list[tuple[int, int, int]], halves: int
     keys = torch.tensor([[start, start + length] for start, length, _ in each], dtype=torch.int32)
     touch = torch.zeros(len(each), dtype=torch.uint8)
     work = lower(Varlen(queries, keys, Band.FULL, touch)).by_key
-    order = check(work, halves, heads=4, kv_heads=2)
-    assert order.shared == bool((order.units[:, 1] >= 0).any())
-    waits(list(units(order, halves, 4, 2, 2 if order.shared else 1)), 3, len(each))
+    order = check(work, halves, 4, 2, Units(0, 2))
+    check(work, halves, 4, 2, Units(len(each) // 2, 1))
+    waits(list(units(order, halves, 4, 2, Units(len(each) // 2, 1))), 3, len(each))
+    starts, stops = work.items[:, 0], work.items[:, :2].sum(1)
+    overlap = (starts[:, None] < stops) & (starts < stops[:, None])
+    assert order.shared == (int(overlap.sum()) > len(starts))
 
 
 @each_halves
@@ -199,9 +207,9 @@ def test_workloads(name: str, halves: int) -> None:
     order = ordered(work, halves)
     assert not order.shared
     assert (order.units[:, 1] == -1).all()
-    for each in (1, 2):
-        check(work, halves, 4, 2, each)
-        launch = list(units(order, halves, 4, 2, each))
+    for plan in (Units(0, 1), Units(0, 2), Units(len(work.items) // 2, 1), Units(0, 1, apart=True)):
+        check(work, halves, 4, 2, plan)
+        launch = list(units(order, halves, 4, 2, plan))
         for blocks in (1, 2, 5, 132):
             held = waits(launch, blocks, seed=blocks)
             assert held == 0 or blocks > 1
@@ -219,9 +227,9 @@ def test_every_call_of_a_plan_has_an_order(name: str, schedule: str) -> None:
         for work in dict.fromkeys(each.works):
             lists = lower(work).by_key
             for halves in set(HALVES.values()):
-                order = check(lists, halves, heads=4, kv_heads=2)
+                order = check(lists, halves, 4, 2, Units(0, 2))
                 shared += int((order.units[:, 1] >= 0).sum())
-            waits(list(units(order, halves, 4, 2, 2 if order.shared else 1)), 5, seed=each.rank)
+            waits(list(units(order, halves, 4, 2, Units(0, 1))), 5, seed=each.rank)
     assert (shared > 0) == (schedule == "chunked"), "elsewhere one unit adds to a key block"
 
 
@@ -230,7 +238,7 @@ def test_every_call_of_a_plan_has_an_order(name: str, schedule: str) -> None:
 def test_windows_of_documents_never_stop(sizes: list[int], window: int, halves: int, blocks: int) -> None:
     layout = Layout.from_cu_seqlens([0, *torch.tensor([1 + size for size in sizes]).cumsum(0).tolist()])
     order = check(lower(whole_call(layout, window)).by_key, halves)
-    waits(list(units(order, halves, 2, 1, 1)), blocks, seed=window)
+    waits(list(units(order, halves, 2, 1, Units(0, 1))), blocks, seed=window)
 
 
 def test_a_unit_begins_with_the_query_block_that_no_other_is_at() -> None:
@@ -275,8 +283,6 @@ def test_lists_stay_what_they_were() -> None:
     work = workload("molmo_docs")
     before = copy.deepcopy(work)
     ordered(work, 2)
-    assert all(
-        torch.equal(getattr(work, field.name), value) if isinstance(value, torch.Tensor) else value == work.tiles
-        for field in dataclasses.fields(work)
-        for value in [getattr(before, field.name)]
-    )
+    for field in dataclasses.fields(work):
+        one, other = getattr(work, field.name), getattr(before, field.name)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

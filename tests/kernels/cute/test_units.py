@@ -1,39 +1,35 @@
-"""How many query heads a unit of the backward kernel has."""
+"""How the backward kernel's work becomes units."""
 
 import pytest
 
 pytest.importorskip("cutlass")
 
-from marble.kernels.cute.backward_config import ENOUGH_UNITS, UNIT_TILES, heads_of_a_unit
+from marble.kernels.cute.backward_config import ENOUGH_UNITS, MANY_UNITS, UNIT_TILES, Units, plan_units
 
 SMS = 132
 
 
-def test_few_heads_where_units_are_long_anyhow() -> None:
-    """Then more would only spread what runs at the same time over more memory."""
-    assert heads_of_a_unit(512, 512 * UNIT_TILES, 4, 8, SMS) == 1
-    assert heads_of_a_unit(512, 512 * UNIT_TILES - 1, 4, 8, SMS) == 2
-    assert heads_of_a_unit(512, 512 * UNIT_TILES // 4, 4, 8, SMS) == 4
-    assert heads_of_a_unit(512, 512 * UNIT_TILES // 7, 4, 7, SMS) == 7
+def test_few_heads_come_apart_where_units_are_long_anyhow() -> None:
+    """Then more heads would only spread what runs at the same time over more memory."""
+    assert plan_units(512, 512 * UNIT_TILES, 4, 8, SMS) == Units(0, 1, apart=True)
+    assert plan_units(512, 512 * UNIT_TILES - 1, 4, 8, SMS) == Units(0, 2, apart=True)
+    assert plan_units(512, 512 * UNIT_TILES // 4, 4, 8, SMS) == Units(0, 4, apart=True)
 
 
-def test_all_heads_where_units_are_short_however() -> None:
-    """Each costs about a tile more."""
-    assert heads_of_a_unit(512, 512, 16, 2, SMS) == 2
+def test_the_last_units_are_split_where_all_heads_make_a_long_one() -> None:
+    whole = 512 - 33
+    assert plan_units(512, 512 * UNIT_TILES // 7, 4, 7, SMS) == Units(whole, 1)
+    assert plan_units(512, 512, 4, 7, SMS) == Units(whole, 1), "nor can units be long"
 
 
 @pytest.mark.parametrize("group", [1, 2, 7, 8, 12])
-@pytest.mark.parametrize("items", [1, 10, 100, 1000])
+@pytest.mark.parametrize("items", [0, 1, 10, 100, 1000])
 @pytest.mark.parametrize("length", [1, 5, 50, 500])
 def test_every_multiprocessor_has_enough_units(items: int, length: int, group: int) -> None:
-    """If the heads allow it; and no unit is shorter than it must be for that or for its own cost."""
-    heads = heads_of_a_unit(items, items * length, 4, group, SMS)
-    assert group % heads == 0
-    wanted = ENOUGH_UNITS * SMS
-    assert heads == 1 or 4 * items * group // heads >= wanted
-    fuller = [more for more in range(heads + 1, group + 1) if group % more == 0]
-    assert heads * length >= UNIT_TILES or not fuller or 4 * items * group // fuller[0] < wanted
-
-
-def test_nothing_to_do() -> None:
-    assert heads_of_a_unit(0, 0, 4, 2, SMS) == 1
+    """If the heads allow it; many, where units come apart and end in any order."""
+    plan = plan_units(items, items * length, 4, group, SMS)
+    assert group % plan.few == 0
+    assert 0 <= plan.whole <= items
+    launched = 4 * (plan.whole + (items - plan.whole) * group // plan.few)
+    assert not plan.apart or plan.whole == 0
+    assert launched >= (MANY_UNITS if plan.apart else ENOUGH_UNITS) * SMS or plan == Units(0, 1)
