@@ -1,6 +1,6 @@
 """The attention backward pass on Hopper: gradients of listed tiles, added to float32 buffers.
 
-One unit of work is a key block, a key/value head and query heads that read it, mostly all of them. Its thread block
+One unit of work is a key block, a key/value head and some or all query heads that read it. Its thread block
 walks these heads and every query tile that the key block lists, so dK and dV stay in registers. dQ leaves tile by tile
 as a reduction in the memory system, because key blocks share query rows. Thread blocks are persistent: they fetch units
 from a counter in device memory, in the order of the list, and load the next unit while the last one is being written.

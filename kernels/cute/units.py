@@ -1,6 +1,6 @@
 """Which units of work a thread block computes: it takes them from a counter in device memory, in the order of the list.
 
-A unit is an item of a work list with one head. Units of a section come together, and in it those of a key/value head,
+A unit is an item of a work list with one head, or some. Units of a section come together, and in it those of a head,
 so that thread blocks that run at the same time read the same keys and values (or queries) from the L2 cache.
 """
 
