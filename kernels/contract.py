@@ -115,8 +115,8 @@ class Tiles:
     """One attention call over blocks: which pairs of a query shard and of resident key rows it computes.
 
     Query block i holds the query rows from ``i · block``; only the last may be ragged. Key block j holds ``key_len[j]``
-    key rows from ``key_row[j]``, no row twice; rows that a key block lacks to a whole block may be read, so they must be
-    finite.
+    key rows from ``key_row[j]``, no row twice; rows that a key block lacks to a whole block may be read, so they must
+    be finite.
 
     Attributes:
         block: rows of a whole block, 1 to `MAX_BLOCK`.
