@@ -93,7 +93,7 @@ def plan(
         raise TypeError(f"layout: expected marble.Layout, got {type(layout).__name__}")
     if layout.tokens > _MOST_TOKENS:
         raise ValueError(f"layout: {layout.tokens} tokens are more than {_MOST_TOKENS}, which positions are counted to")
-    device = _resolve_device(device)
+    device = _as_device(device)
     # A device context slows every call down, so it is entered only where the caller has another default device. Plans
     # are kept, and one that is made while evaluating may be needed for training.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
@@ -249,7 +249,9 @@ def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] |
     layers, names, block, ulysses = request.layers, request.names, request.block, request.ulysses
     # What dense calls can express is looked at span by span, by the host.
     on_host = request.order == "chunks" or "chunked" in names
-    masks = _stored_masks(request.layout, layers, mask, tracks, torch.device("cpu") if on_host else request.device)
+    where = torch.device("cpu") if on_host else request.device
+    _expect_device(where)
+    masks = _stored_masks(request.layout, layers, mask, tracks, where)
     try:
         groups = ORDERS[request.order](masks, request.world // ulysses, block)
     except NotDenseError as error:
@@ -288,17 +290,20 @@ def _build(
     return tuple(found)
 
 
-def _resolve_device(device: torch.device | str) -> torch.device:
+def _as_device(device: torch.device | str) -> torch.device:
     try:
-        found = torch.device(device)
+        return torch.device(device)
     except (TypeError, RuntimeError):
         raise ValueError(f"device: expected a device such as 'cpu' or 'cuda', got {device!r}") from None
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: plans are made on 'cpu' or 'cuda', not on {found.type!r}")
+
+
+def _expect_device(device: torch.device) -> None:
+    """Refuse a device where nothing can be planned."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: plans are made on 'cpu' or 'cuda', not on {device.type!r}")
     count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        raise ValueError(f"device: {str(found)!r} is not here; PyTorch finds {count} GPUs")
-    return found
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device: {str(device)!r} is not here; PyTorch finds {count} GPUs")
 
 
 def _resolve_degree(ulysses: int | None, group: Group | None) -> int | None:

@@ -153,6 +153,17 @@ class _Value:
     __eq__ = _method("eq")  # type: ignore[assignment]
     __ne__ = _method("ne")  # type: ignore[assignment]
 
+    def __neg__(self) -> _Value:
+        return self.tape.combine("sub", 0, self)
+
+    def __xor__(self, other: Any) -> _Value:
+        other = self.tape.lift(other)
+        if not (self.condition and other.condition):
+            raise TypeError("mask: ^ combines comparisons; compare tracks first, in parentheses")
+        return self.tape.combine("ne", self, other)
+
+    __rxor__ = __xor__
+
     def __invert__(self) -> _Value:
         return self.tape.add(("invert", self.step), condition=self.condition)
 
