@@ -7,6 +7,7 @@ layer per row; all layers of a model share one token order.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 import marble
-from bench.harness import Row, write
+from bench.harness import Row, command_line, write
 from marble.compose.cost import summarise
 from marble.workloads import WORKLOADS, build
 
@@ -24,8 +25,9 @@ BOUNDS = {"ptrr": (1.001, 1.001), "balanced_samples": (1.08, 1.08), "contiguous"
 """Orders with the largest work and tokens of a rank over the mean that they may have, in every layer of a model."""
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Plan every workload under every order; exit code 1 if a bound does not hold."""
+    given = command_line("balance", __doc__).parse_args(words)
     rows: list[Row] = []
     table = Table(title=f"{TOKENS:,} tokens, {RANKS} ranks: busiest over mean")
     for column in ("workload", "window", "order", "work", "tokens", "Σ slowest step", "partial"):
@@ -52,7 +54,7 @@ def main() -> int:
                 missed.append(case)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
-    write("balance", rows)
+    write("balance", rows, given.out)
     console.print(f"out of bounds: {missed}" if missed else "all within bounds")
     return 1 if missed else 0
 

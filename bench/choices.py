@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import time
 import traceback
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from bench.baselines.calls import Case
 from bench.baselines.choices import CHUNKED, Settings, cases, key
 from bench.baselines.layers import milliseconds
-from bench.harness import RESULTS, head, write
+from bench.harness import RESULTS, command_line, gpu, head, write
 from marble import AttentionShape
 from marble.comm import nvshmem
 from marble.comm.choice import connect
@@ -102,11 +101,10 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def on_gpus(given: argparse.Namespace) -> int:
+def on_gpus(given: argparse.Namespace, device: torch.device) -> int:
     """Measure on this process's GPU and the others'."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=timedelta(minutes=2))
-    device, group = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD
+    group = dist.group.WORLD
     assert group is not None
     connection = connect(given.transport, group, device)
     settings = Settings(backend("cute"), device, connection, partial(milliseconds, repeats=given.repeats, warmup=0))
@@ -144,16 +142,17 @@ def judge(path: Path, out: Path, profile: Path | None = None) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, or judge what was measured."""
-    parser = argparse.ArgumentParser(prog="bench.choices", description=__doc__)
+    parser = command_line("choices", __doc__)
     parser.add_argument("--judge", type=Path, help="judge this file of measurements instead of measuring")
     parser.add_argument("--profile", type=Path, help="with --judge: write a profile fitted to all cases to this file")
     parser.add_argument("--cases", type=int, help="at most so many; any beginning is a sample of all")
     parser.add_argument("--repeats", type=int, default=3, help="timed layers of each strategy")
     parser.add_argument("--transport", default="nvshmem", help="what carries the transfers")
     parser.add_argument("--seconds", type=float, default=420, help="after which no further case begins")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
-    return judge(given.judge, given.out, given.profile) if given.judge else on_gpus(given)
+    if given.judge:
+        return judge(given.judge, given.out, given.profile)
+    return on_gpus(given, gpu(parser, torchrun=True))
 
 
 if __name__ == "__main__":

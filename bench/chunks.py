@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
@@ -18,7 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 import marble
-from bench.harness import Row, write
+from bench.harness import Row, command_line, write
 from marble.compose import planner
 from marble.kernels.contract import Varlen
 from marble.layout import Layout
@@ -79,8 +80,9 @@ def evenness(tokens: int, ranks: int) -> list[Row]:
     ]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure; exit code 1 if a bar is missed."""
+    given = command_line("chunks", __doc__).parse_args(words)
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 120)
     tokens, ranks = PLANNED
@@ -108,7 +110,7 @@ def main() -> int:
     even = [row.value for row in rows if row.metric == "C at τ = 0 over the mean"]
     kept = seconds <= SECONDS and all(value <= bound for value, bound in zip(even, EVEN.values(), strict=True))
     console.print("all within bounds" if kept else "out of bounds")
-    write("chunks", rows)
+    write("chunks", rows, given.out)
     return 0 if kept else 1
 
 

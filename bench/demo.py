@@ -9,7 +9,7 @@ a ratio is above the gate, if float64 differs from dense attention, or if the ga
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.harness import Row, write
+from bench.harness import Row, command_line, write
 from marble import AttentionShape, Layout
 from marble.plots import show
 from marble.testing.exactness import (
@@ -122,8 +122,9 @@ def is_telling(case: Case) -> bool:
     return all(spans.count(mode) > 1 for mode in modes) and not bool(torch.isin(crossing, borders).all())
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run all cases; the exit code."""
+    given = command_line("demo", __doc__, FOLDER).parse_args(words)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     outcomes: list[Outcome] = []
     worst64 = 0.0
@@ -148,10 +149,10 @@ def main() -> int:
                     progress.advance(bar)
                 ours, rounded = (error_ratios(results, single, ref) for results in real_ranks[index][heads])
                 outcomes.append(Outcome(case.name, heads, f"{PROCESSES} processes", ours, rounded))
-    return report(console, todo, outcomes, worst64)
+    return report(console, todo, outcomes, worst64, given.out)
 
 
-def report(console: Console, todo: list[Case], outcomes: list[Outcome], worst64: float) -> int:
+def report(console: Console, todo: list[Case], outcomes: list[Outcome], worst64: float, folder: Path) -> int:
     """Print the table, draw the picture, write the rows; the exit code."""
     table = Table(title=f"error over a single call's (gate {GATE}); right: partial results rounded at every step")
     for column in ("case", "heads", "ranks", *RESULTS, *RESULTS):
@@ -161,14 +162,14 @@ def report(console: Console, todo: list[Case], outcomes: list[Outcome], worst64:
         rounded = [f"[{'dim' if ratio <= GATE else 'red'}]{ratio:.3f}" for ratio in outcome.rounded.values()]
         table.add_row(outcome.case, outcome.heads, outcome.ranks, *ours, *rounded)
     console.print(table)
-    FOLDER.mkdir(exist_ok=True)
-    picture = FOLDER / "plan.png"
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = folder / "plan.png"
     show(todo[1].problem("GQA").plan(4, block=64), picture, title=f"{todo[1].name}: {TOKENS:,} tokens on 4 ranks")
     results = write("demo", [
         Row("exactness", f"{outcome.case}, {outcome.heads}, {outcome.ranks} ranks, {name}", "error ratio",
             outcome.ours[name], "", "rounded at every step", outcome.rounded[name])
         for outcome in outcomes for name in RESULTS
-    ], FOLDER)  # fmt: skip
+    ], folder)  # fmt: skip
     telling = [case.name for case in todo if is_telling(case)]
     spread = [outcome for outcome in outcomes if outcome.ranks != "1"]
     checks = {

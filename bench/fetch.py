@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 import marble
-from bench.harness import Row, write
+from bench.harness import Row, command_line, write
 from marble.compose.plan import Plan
 from marble.compose.schedules.fetch import Exchange
 from marble.workloads import WORKLOADS, build
@@ -53,8 +54,9 @@ def window_bounds(plan: Plan, window: int) -> list[int]:
     return bounds
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Count; exit code 1 if work is uneven or a window layer fetches more than its window."""
+    given = command_line("fetch", __doc__).parse_args(words)
     console = Console(width=None if sys.stdout.isatty() else 120)
     table = Table(title=f"{TOKENS:,} tokens, balanced samples: remote keys fetched, busiest over mean")
     for column in ("workload", "window", "ranks", "fetched", "work", "tokens"):
@@ -91,7 +93,7 @@ def main() -> int:
     worst_ratio = max(row.value for row in rows if row.bar == "S9")
     console.print(f"window layers: keys received over the bound, worst of R = {WINDOW_RANKS}: {worst_ratio:.3f}")
     console.print(f"out of bounds: {uneven + over}" if uneven + over else "all within bounds")
-    write("fetch", rows)
+    write("fetch", rows, given.out)
     return 1 if uneven or over else 0
 
 

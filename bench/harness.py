@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 _PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvshmem4py-cu13", "yunchang", "numpy")
+_OF_TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,40 @@ class Row:
     baseline: str | None = None
     baseline_value: float | None = None
     ratio: float | None = None
+
+
+def command_line(bench: str, description: str | None, out: Path = RESULTS) -> argparse.ArgumentParser:
+    """A bench's command line, to be added to: ``--out``, and nothing abbreviated, since `head` records the words."""
+    parser = argparse.ArgumentParser(prog=f"bench.{bench}", description=description, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=out, help="folder of the results")
+    return parser
+
+
+def gpu(parser: argparse.ArgumentParser, options: str = "", *, torchrun: bool = False) -> torch.device:
+    """This process's GPU; where there is none, one line says what the bench needs, and the exit code is 2.
+
+    Args:
+        parser: of the bench.
+        options: with which it needs a GPU.
+        torchrun: whether torchrun must start it, on all GPUs that it measures.
+    """
+    starter = "torchrun --nproc_per_node N" if torchrun else "python"
+    command = " ".join(filter(None, (starter, "-m", parser.prog, options)))
+
+    def refuse(why: str) -> None:
+        parser.exit(2, f"{parser.prog}: {why}: {command}\n")
+
+    if not torch.cuda.is_available():
+        refuse(f"no GPU; run it where there {'are N' if torchrun else 'is one'}")
+    if not torchrun:
+        return torch.device("cuda", 0)
+    if missing := [name for name in _OF_TORCHRUN if name not in os.environ]:
+        refuse(f"{', '.join(missing)} not set; run it by torchrun, on N GPUs")
+    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if rank >= gpus:
+        refuse(f"no GPU for process {rank} of this host, which has {gpus}; run it with N at most {gpus}")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 def write(
@@ -81,11 +117,13 @@ def head(bench: str) -> dict[str, Any]:
 
 def _arguments() -> list[str]:
     """The command's arguments but the folder that it writes to, which is a matter of the machine."""
-    words = list(sys.argv[1:])
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
-    return words
+    words, kept = iter(sys.argv[1:]), []
+    for word in words:
+        if word == "--out":
+            next(words, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return kept
 
 
 def _commit() -> str | None:

@@ -8,14 +8,12 @@ The exit code is 1 if a bar is missed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -24,7 +22,7 @@ from bench.baselines import masked, online, ordered
 from bench.baselines.bars import BARS, missed, tables
 from bench.baselines.calls import DENSE_CAUSAL, cases
 from bench.baselines.settings import CAUSAL, DENSE, FLEX, FOUR, TWO, Settings, say
-from bench.harness import RESULTS, Row, write
+from bench.harness import Row, command_line, gpu, write
 from marble.kernels.launch import backend
 from marble.workloads import WORKLOADS
 
@@ -62,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     def names(text: str) -> list[str]:
         return text.split(",")
 
-    parser = argparse.ArgumentParser(prog="bench.kernels", description=__doc__)
+    parser = command_line("kernels", __doc__)
     parser.add_argument("--only", type=names, default=list(ONLY), help=f"some of {','.join(ONLY)}")
     parser.add_argument("--workloads", type=names, default=[*WORKLOADS, DENSE_CAUSAL], help=f"or {DENSE_CAUSAL}")
     parser.add_argument("--dims", type=names, default=["128", "64"], help="head dims")
@@ -74,7 +72,6 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="5 repeats, no FlexAttention, no causal baseline")
     parser.add_argument("--part", default="", help="write kernels_PART.json")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
     for option, found, known in (
         ("--only", given.only, ONLY),
@@ -84,12 +81,11 @@ def main(words: Sequence[str] | None = None) -> int:
     ):
         if set(found) - set(known):
             parser.error(f"{option}: choose from {','.join(known)}")
-    if not torch.cuda.is_available():
-        parser.error("no GPU")
+    device = gpu(parser)
     skipped = (FLEX, CAUSAL) if given.quick else ()
     settings = Settings(
         backend(given.backend),
-        torch.device("cuda"),
+        device,
         tuple(BASELINES[name] for name in given.baselines if BASELINES[name] not in skipped),
         repeats=5 if given.quick else given.repeats,
         pack_gqa={"default": None, "on": True, "off": False}[given.pack_gqa],

@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -31,7 +29,7 @@ from bench.baselines.calls import DENSE_CAUSAL, cases
 from bench.baselines.layer_bars import missed
 from bench.baselines.layer_runs import Settings, errors, lines, times, title
 from bench.baselines.layers import milliseconds
-from bench.harness import RESULTS, Row, write
+from bench.harness import Row, command_line, gpu, write
 from marble.comm import nvshmem
 from marble.kernels.launch import backend
 from marble.workloads import WORKLOADS
@@ -78,13 +76,12 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def join(repeats: int, exact_tokens: int, skip: tuple[str, ...] = ()) -> Settings:
+def join(parser: argparse.ArgumentParser, repeats: int, exact_tokens: int, skip: tuple[str, ...] = ()) -> Settings:
     """Join the other processes, each with its GPU; how layers are measured on them."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = gpu(parser, torchrun=True)
     dist.init_process_group("nccl", timeout=timedelta(minutes=2))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     logging.getLogger("bench").setLevel(logging.INFO if dist.get_rank() == 0 else logging.WARNING)
-    device = torch.device("cuda", torch.cuda.current_device())
     return Settings(backend("cute"), device, exact_tokens, partial(milliseconds, repeats=repeats), skip)
 
 
@@ -99,15 +96,14 @@ def leave(short: Sequence[str], failed: Sequence[str]) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="bench.layer", description=__doc__)
+    parser = command_line("layer", __doc__)
     parser.add_argument("--workloads", default=",".join([*WORKLOADS, DENSE_CAUSAL]), help="some, by commas")
     parser.add_argument("--tokens", type=int, default=256 * 1024, help="of the whole pack")
     parser.add_argument("--exact-tokens", type=int, default=8192, help="of the pack that errors are measured on")
     parser.add_argument("--repeats", type=int, default=9, help="timed layers of each contender")
     parser.add_argument("--skip", default="", help="contenders to leave out: beginnings of names, by semicolons")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
-    settings = join(given.repeats, given.exact_tokens, tuple(filter(None, given.skip.split(";"))))
+    settings = join(parser, given.repeats, given.exact_tokens, tuple(filter(None, given.skip.split(";"))))
     short, failed = [], []
     for workload in given.workloads.split(","):
         rows, left_out, broken = measure(workload, given.tokens, settings)

@@ -13,12 +13,10 @@ The exit code is 1 if a bar is missed or a case fails. Contenders, times and cor
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -27,7 +25,7 @@ from bench.baselines.calls import Case, cases
 from bench.baselines.layer_bars import ours
 from bench.baselines.layer_runs import Settings, errors, times, title
 from bench.baselines.layers import PER_STEP, SCHEDULES, TRANSPORTS, Inputs, Offer, of_group
-from bench.harness import RESULTS, Row, write
+from bench.harness import Row, command_line, write
 from bench.layer import attempt, join, leave, say
 from marble import AttentionShape
 from marble.compose.planner import ranking
@@ -114,14 +112,13 @@ def within(row: Row) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="bench.node", description=__doc__)
+    parser = command_line("node", __doc__)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some, by commas")
     parser.add_argument("--each", type=int, default=EACH, help="tokens a GPU of the first packs; 0 for none of them")
     parser.add_argument("--all", type=int, default=ALL, help="tokens of the others; 0 for none of them")
     parser.add_argument("--repeats", type=int, default=5, help="timed layers of each contender")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
-    settings = join(given.repeats, EXACT_TOKENS)
+    settings = join(parser, given.repeats, EXACT_TOKENS)
     world = dist.get_world_size()
     rows: list[Row] = []
     left_out, failed = [], []

@@ -8,12 +8,11 @@ large plans resolve the two orientations of their tiles on two.
 
 from __future__ import annotations
 
-import argparse
 import math
 import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import linear_regression, mean
 from typing import Any
 
@@ -23,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import marble
-from bench.harness import Row, write
+from bench.harness import Row, command_line, gpu, write
 from marble import Plan
 from marble.compose import planner
 from marble.compose.cost import summarise
@@ -108,12 +107,14 @@ def sparsity() -> Iterator[tuple[str, Row]]:
     yield "S6 runs", Row("S6", case, "most full runs per query block and rank", most)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure; exit code 1 if a bar does not hold."""
-    parser = argparse.ArgumentParser(prog="bench.planning", description=__doc__)
+    parser = command_line("planning", __doc__)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--gpu", action="store_true", help="S2 alone, into planning_gpu.json")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
+    if given.gpu:
+        gpu(parser, "--gpu")
     torch.set_num_threads(given.threads)
     console = Console(width=None if sys.stdout.isatty() else 120)
     found: list[tuple[str, Row]] = [] if given.gpu else list(sparsity())
@@ -128,7 +129,7 @@ def main() -> int:
     console.print(table)
     missed = [f"{bar}: {row.case}" for bar, row in found if row.value > BARS[bar]]
     console.print(f"out of bounds: {missed}" if missed else "all within bounds")
-    write("planning", [row for _, row in found], part="gpu" if given.gpu else "")
+    write("planning", [row for _, row in found], given.out, part="gpu" if given.gpu else "")
     return 1 if missed else 0
 
 

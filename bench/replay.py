@@ -11,18 +11,14 @@ other rank's gradients.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-import torch
 
 from bench.baselines.replay_rows import GATHERS, PAPER, missed, rows
 from bench.baselines.replays import CHUNKED, CONTIGUOUS, FETCH, MI, PICKED, PTRR, RING, Case, Settings, answers
-from bench.harness import RESULTS, Row, write
+from bench.harness import Row, command_line, gpu, write
 from marble.compose import planner
 from marble.cost.profile import Profile
 from marble.kernels.launch import backend
@@ -74,18 +70,17 @@ def line(row: Row) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Replay, print, write."""
-    parser = argparse.ArgumentParser(prog="bench.replay", description=__doc__)
+    parser = command_line("replay", __doc__)
     parser.add_argument("--part", choices=PARTS, default="long", help="which of the declared cases")
     parser.add_argument("--cases", help="some of them, by commas: " + ", ".join(case.key for case in PARTS["long"]))
     parser.add_argument("--budget", type=float, default=2.5, help="seconds of GPU time of a strategy, estimated")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(words)
     every = {case.key: case for case in PARTS[given.part]}
     unknown = set(given.cases.split(",") if given.cases else ()) - set(every)
     if unknown:
         parser.error(f"--cases: {', '.join(sorted(unknown))} not among {', '.join(every)}")
     cases = [every[key] for key in given.cases.split(",")] if given.cases else list(every.values())
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = gpu(parser)
     settings = Settings(backend("cute"), device, Profile.load("h100-cluster"), Profile.load("h200"), given.budget)
     part = "_".join([given.part, *(given.cases.split(",") if given.cases else ())])
     found = measure(cases, settings, lambda rows, out: write("replay", rows, given.out, part=part, left_out=out))

@@ -13,8 +13,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -23,6 +25,7 @@ from bench.harness import RESULTS, ROOT, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SECTIONS = {
     "kernels": "Kernels: one call on one GPU",
@@ -47,7 +50,11 @@ REPLAYS = {"replay"}
 LEAST_BARS, MOST_BARS = 4, 32
 """Cases that a figure shows one by one; of more it shows how they are distributed. Fewer are as plain in the table."""
 
+LETTERS = 56
+"""Of a line of a label beside or below a figure; longer labels have several lines."""
+
 _HEAD = ("machine", "gpu", "versions", "commit", "date", "command", "rows")
+_ROW, _LINE = 0.26, 0.13  # inches of a row with a label of one line, and of every further line
 _BLUE, _GREY = "#0072B2", "#9AA5B1"  # colour-blind safe (Okabe and Ito, 2008)
 
 
@@ -170,38 +177,54 @@ def figure(value: object) -> str:
 
 def _drawn(bench: str, number: int, group: Group, out: Path) -> Group:
     """The group with its picture, if there are enough cases to compare."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in group.rows if math.isfinite(row.value)]
     if len(rows) < LEAST_BARS:
         return group
-    few = len(rows) <= MOST_BARS
-    picture = Figure(figsize=(9, 0.9 + 0.26 * len(rows) if few else 3.2), layout="constrained")
-    axes = picture.subplots()
-    (_one_by_one if few else _distribution)(axes, rows)
-    axes.set_xlabel(f"{group.metric}, {group.unit}" if group.unit else group.metric)
-    axes.spines[["top", "right"]].set_visible(False)
     name = f"{bench}-{number}.png"
-    picture.savefig(out / name, dpi=110)
+    picture(rows, f"{group.metric}, {group.unit}" if group.unit else group.metric).savefig(out / name, dpi=110)
     return replace(group, figure=name)
+
+
+def picture(rows: Sequence[Row], label: str) -> Figure:
+    """Rows one by one or, of many, how they are distributed, over the label of their values."""
+    from matplotlib.figure import Figure
+
+    few = len(rows) <= MOST_BARS
+    lines = sum(len(_lines(row.case)) - 1 for row in rows)
+    height = 0.9 + _ROW * len(rows) + _LINE * lines if few else 3.2
+    drawn = Figure(figsize=(9, height + _LINE * (len(_lines(label)) - 1)), layout="constrained")
+    axes = drawn.subplots()
+    (_one_by_one if few else _distribution)(axes, rows)
+    axes.set_xlabel("\n".join(_lines(label)))
+    axes.spines[["top", "right"]].set_visible(False)
+    return drawn
+
+
+def _lines(label: str) -> list[str]:
+    """A label in lines."""
+    return wrap(label, LETTERS, break_on_hyphens=False) or [""]
 
 
 def _one_by_one(axes: Axes, rows: Sequence[Row]) -> None:
     """Bars of what has a unit, its baseline in grey, and dots of what has none, each with its figure and its ratio."""
-    places, values = range(len(rows)), [row.value for row in rows]
+    labels = [_lines(row.case) for row in rows]
+    heights = [_ROW + _LINE * (len(label) - 1) for label in labels]
+    ends = list(accumulate(heights))
+    places = [end - height / 2 for end, height in zip(ends, heights, strict=True)]
+    values = [row.value for row in rows]
     if rows[0].unit:
-        axes.barh(places, values, color=_BLUE, height=0.7)
+        axes.barh(places, values, color=_BLUE, height=0.7 * _ROW)
         beside = [math.nan if row.baseline_value is None else row.baseline_value for row in rows]
         axes.plot(beside, places, "|", color=_GREY, markersize=13, markeredgewidth=2.5)
     else:
         axes.plot(values, places, "o", color=_BLUE)
         axes.grid(axis="x", color="#E6E9EC")
-    for place, row in enumerate(rows):
+    for place, row in zip(places, rows, strict=True):
         text = f"  {row.value:.4g}" + (f" ({row.ratio:.3g}×)" if row.ratio is not None else "")
         right = max(row.value, row.baseline_value or row.value) if row.unit else row.value
         axes.annotate(text, (right, place), va="center", fontsize=7)
-    axes.set_yticks(places, [row.case for row in rows], fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(places, ["\n".join(label) for label in labels], fontsize=8)
+    axes.set_ylim(ends[-1], 0)
     axes.margins(x=0.12)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
@@ -17,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 import marble
-from bench.harness import Row, write
+from bench.harness import Row, command_line, write
 from marble.compose import planner
 from marble.cost.profile import Profile
 from marble.cost.select import Candidate
@@ -68,8 +69,9 @@ def rule(name: str, tokens: int, ranks: int) -> list[Row]:
     ]
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure; exit code 1 if C4 is missed."""
+    given = command_line("selection", __doc__).parse_args(words)
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 140)
     rows, missed = [], []
@@ -93,7 +95,7 @@ def main() -> int:
         table.add_row(row.bar, row.case, row.metric, f"{row.value:.4g} {row.unit}", baseline, ratio)
     console.print(table)
     console.print(f"out of bounds: {missed}" if missed else "all within bounds")
-    write("selection", rows)
+    write("selection", rows, given.out)
     return 1 if missed else 0
 
 

@@ -8,12 +8,10 @@ one rank of USP 8×4), the others random data of a large layer. Whether results 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +19,7 @@ import torch
 
 import marble
 from bench.baselines.measure import interleave
-from bench.harness import RESULTS, Row, write
+from bench.harness import Row, command_line, gpu, write
 from marble.compose import planner
 from marble.kernels.triton import bitmaps, classify, merge, pack, scans, sights, spans, summaries, tuned, words
 from marble.workloads import WORKLOADS, build
@@ -137,19 +135,18 @@ def as_toml(choices: Mapping[str, tuned.Choice], head: str) -> str:
     return "\n\n".join([head, *tables]) + "\n"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(prog="bench.tuning", description=__doc__)
+    parser = command_line("tuning", __doc__)
     parser.add_argument("--keep", action="store_true", help="write the fastest ways to kernels/triton/tuned.toml")
     parser.add_argument("--only", default=",".join(tuned.kernels()), help="some kernels, by commas")
     parser.add_argument("--tokens", type=int, default=4 * MI, help="of the packs")
     parser.add_argument("--repeats", type=int, default=20, help="timed launches of each way")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     only = given.only.split(",")
     if unknown := set(only) - set(tuned.kernels()):
         parser.error(f"--only: {', '.join(sorted(unknown))} not among {', '.join(tuned.kernels())}")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = gpu(parser)
     rows: list[Row] = []
     for kernel, run in (*planned(device, given.tokens).items(), *others(device, given.tokens)):
         if kernel not in only:

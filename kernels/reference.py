@@ -125,7 +125,7 @@ def finish(carried: Carried, *, scale: float) -> tuple[Tensor, Tensor]:
     """The normalised output and the log-sum-exp of a finished online softmax; 0 and −inf for rows without keys."""
     acc, m, l = carried  # noqa: E741
     seen = l > 0
-    output = acc / torch.where(seen, l, 1).unsqueeze(-1)
+    output = torch.where(seen.unsqueeze(-1), acc / l.unsqueeze(-1), 0)
     return output, torch.where(seen, scale * m + torch.log(torch.where(seen, l, 1)), -torch.inf)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 import marble
 from marble.compose.builders import ORDERS, SCHEDULES
@@ -40,8 +42,9 @@ app = typer.Typer(
     help="Exact sequence-parallel attention over packed multimodal sequences.",
 )
 # A pipe has no width to fit into.
-console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-progress_console = Console(stderr=True)
+# What is printed holds names of files and what users wrote: no markup, no emoji.
+console = Console(width=None if sys.stdout.isatty() else 140, highlight=False, markup=False, emoji=False)
+progress_console = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 Source = Annotated[
     str, typer.Argument(help=f"a workload ({', '.join(WORKLOADS)}) or the path of a layout in JSON", show_default=False)
@@ -54,6 +57,7 @@ Window = Annotated[int | None, typer.Option(help="sliding window of the layer; n
 Order = Annotated[str | None, typer.Option(help=f"token order: {', '.join(ORDERS)}; by default by the schedule")]
 Ulysses = Annotated[int, typer.Option(help="ranks that share the heads of their tokens", min=1)]
 ScheduleName = Annotated[str, typer.Option("--schedule", help=f"what moves between ranks: {', '.join(SCHEDULES)}")]
+PICTURES = (".png", ".pdf", ".svg")
 Block = Annotated[int, typer.Option(help="tokens of a tile's block", min=1, max=128)]
 Shape = Annotated[str, typer.Option(help="query heads : key/value heads : size of a head")]
 
@@ -67,6 +71,7 @@ def workload(
     out: Annotated[Path | None, typer.Option(help="write the layout to this JSON file")] = None,
 ) -> None:
     """Build a layout and say what is in it."""
+    _expect_writable(out)
     layout = _layout(source, tokens, seed, scale)
     spans, lengths = Counter[str](), Counter[str]()
     for sample in layout.samples:
@@ -109,6 +114,11 @@ def plan(
     layout = _layout(source, tokens, seed, scale)
     layer = _attention_shape(shape, window)
     if schedule not in SCHEDULES:
+        if schedule not in SHIPPED and not Path(schedule).is_file():
+            raise ValueError(
+                f"schedule: {schedule!r} is neither one of {', '.join(SCHEDULES)} nor a profile, {', '.join(SHIPPED)} "
+                "or a file"
+            )
         profile = Profile.load(schedule)
         with _busy("choosing"):
             ranked = ranking(layout, layer, ranks, profile, order=order, ulysses=ulysses, block=block)
@@ -212,6 +222,7 @@ def fit(
     across: Annotated[float | None, typer.Option(help="bytes/s of a GPU to other nodes, if known")] = None,
 ) -> None:
     """Measure this machine's GPUs and write a profile, for `marble plan --schedule` and `marble.plan`."""
+    _expect_writable(out)
     timer = CudaTimer()
     with _busy("measuring"):
         profile = fit_profile(timer, (64, 256, 128), gpus_per_node, across, datetime.now(UTC).strftime("%Y-%m-%d"))
@@ -245,6 +256,10 @@ def replay(
 
     A workload's layout has seed 0; `marble workload --seed 1 --out FILE` makes others to replay.
     """
+    if schedule not in (None, *SCHEDULES):
+        raise ValueError(f"schedule: {schedule!r} is unknown; use one of {', '.join(map(repr, SCHEDULES))}")
+    if order not in (None, *ORDERS):
+        raise ValueError(f"order: {order!r} is unknown; use one of {', '.join(map(repr, ORDERS))}")
     layout, layer, machine = _layout(source, tokens, 0, 1.0), _attention_shape(shape, window), Profile.load(profile)
     kernels = launch.backend(backend)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "cute" else torch.device("cpu")
@@ -285,9 +300,12 @@ def show(
     order: Order = None,
     block: Block = 128,
 ) -> None:
-    """Draw the mask, the tiles of every step and the work per rank to a PNG."""
+    """Draw the mask, the tiles of every step and the work per rank to a picture."""
     from marble.plots import show as draw
 
+    if out.suffix.lower() not in PICTURES:
+        raise ValueError(f"out: expected a name that ends in one of {', '.join(PICTURES)}, got {str(out)!r}")
+    _expect_writable(out)
     layout = _layout(source, tokens, seed, scale)
     with _busy("planning and drawing"):
         planned = marble.plan(layout, marble.AttentionShape(1, 1, 128, window), ranks=ranks, order=order, block=block)
@@ -299,9 +317,25 @@ def main() -> None:
     """Run the command line; bad input ends in one line and exit code 2."""
     try:
         app()
-    except (ValueError, TypeError, ImportError) as error:
-        progress_console.print(f"[red]error[/red] {error}", highlight=False)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        progress_console.print(Text("error", "red"), str(error), soft_wrap=True)
         raise SystemExit(2) from None
+
+
+def _expect_writable(out: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work of what would be in it.
+
+    Raises:
+        ValueError: if it is a folder, or its folder is not there, or this process may not write it.
+    """
+    if out is None:
+        return
+    if out.is_dir():
+        raise ValueError(f"out: {str(out)!r} is a folder; name a file")
+    if not out.parent.is_dir():
+        raise ValueError(f"out: the folder {str(out.parent)!r} does not exist")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ValueError(f"out: {str(out)!r} cannot be written")
 
 
 def _layout(source: str, tokens: int, seed: int, scale: float) -> Layout:
@@ -310,7 +344,11 @@ def _layout(source: str, tokens: int, seed: int, scale: float) -> Layout:
     path = Path(source)
     if not path.is_file():
         raise ValueError(f"source: {source!r} is neither a workload ({', '.join(WORKLOADS)}) nor a file")
-    return Layout.from_json(path.read_text())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"source: {source!r} is not a text file in UTF-8") from None
+    return Layout.from_json(text)
 
 
 def _attention_shape(text: str, window: int | None) -> marble.AttentionShape:

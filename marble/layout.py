@@ -39,7 +39,7 @@ class Mode(StrEnum):
     GROUP = "group"
     """Bidirectional over all spans of the group, earlier and later; later spans see it. Images of one document."""
     PAD = "pad"
-    """Attends to nothing and is seen by nothing: output 0, LSE −inf, zero gradients."""
+    """Attends to nothing and is seen by nothing: output 0, LSE −inf, zero gradients. Its rows must be finite."""
 
 
 _MODES = tuple(Mode)

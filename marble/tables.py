@@ -58,15 +58,15 @@ def ranking_table(ranked: Sequence[Candidate], title: str) -> Table:
 
 
 def step_table(summary: Summary) -> Table:
-    """How even every step is."""
+    """How even every step is: 1 where nobody works."""
     table = Table(title="a step lasts as long as its slowest rank")
     for column in ("step", "slowest rank", "its tiles", "mean tiles", "slowest / mean"):
         table.add_column(column, justify="right")
     for step, visited in enumerate(summary.visited.T.tolist()):
         slowest, mean = max(visited), sum(visited) / len(visited)
-        table.add_row(
-            str(step), str(visited.index(slowest)), f"{slowest:,}", f"{mean:,.0f}", f"{slowest / max(mean, 1):.3f}"
-        )
+        over = slowest / mean if mean else 1.0
+        shown = f"{mean:,.0f}" if mean >= 10 else f"{mean:.3g}"
+        table.add_row(str(step), str(visited.index(slowest)), f"{slowest:,}", shown, f"{over:.3f}")
     return table
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from dataclasses import replace as changed
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import marble
-from marble import AttentionShape
+from marble import AttentionShape, Layout, Span
 from marble.cli import main
 from marble.cost.profile import Profile, ProfileError
 from marble.kernels import launch
@@ -104,6 +105,21 @@ def test_what_the_replayed_ranks_make_up_is_said() -> None:
     assert expected([[0.0, 0.0]], [[0.0, 0.0]]).covered([1]) == 1.0
 
 
+def interleaved() -> Layout:
+    """Two noise groups that alternate, so that their tokens have no visible ranges."""
+    return Layout((tuple(Span("noise", 64, span % 2) for span in range(16)),))
+
+
+def test_ranks_without_visible_ranges_are_estimated_by_group() -> None:
+    found = Expected.of(interleaved(), SHAPE, Strategy(8, "ring", "contiguous", 4), CLUSTER)
+    plain = Expected.of(Layout(((Span("causal", 1024),),)), SHAPE, Strategy(8, "ring", "contiguous", 4), CLUSTER)
+    assert found.compute.shape == plain.compute.shape == found.links.shape == (9, 2)
+    assert found.worth_replaying(8) == (0, 4)
+    assert found.covered([3, 7]) == found.covered(range(8)) == 1.0
+    assert found.covered([7]) == found.covered([4])
+    assert len(found.balance) == 9
+
+
 def test_few_ranks_are_planned_one_by_one_and_all_together() -> None:
     strategy = Strategy(4, "sparse_a2a", "contiguous")
     few = list(plans(LAYOUT, SHAPE, strategy, (1, 3), CPU))
@@ -131,9 +147,14 @@ def test_impossible_strategies_are_refused() -> None:
         Expected.of(LAYOUT, SHAPE, Strategy(16, "ring", "ptrr"), NODE)
 
 
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
+def said(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *words: str,
+    source: tuple[str, ...] = ("gemma_docs", "--tokens=2048"),
+) -> str:
     """What `marble replay` prints for a small pack on virtual ranks of the reference backend."""
-    command = ["marble", "replay", "gemma_docs", "--tokens=2048", "--backend=reference", "--shape=4:2:128", *words]
+    command = ["marble", "replay", *source, "--backend=reference", "--shape=4:2:128", *words]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as stop:
         main()
@@ -157,6 +178,18 @@ def test_the_command_line_replays(capsys: pytest.CaptureFixture[str], monkeypatc
     text = said(capsys, monkeypatch, "--ranks=4", "--schedule=sparse_a2a", "--which=2")
     assert "replay, not a run on 4 GPUs" in text.replace("\n", " ")
     assert "replay: ranks wait" in text
+
+
+def test_the_command_line_replays_a_layout_without_visible_ranges(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "inter.json"
+    path.write_text(interleaved().to_json())
+    words = ("--ranks=8", "--ulysses=4", "--schedule=ring", "--order=contiguous", "--json")
+    told = json.loads(said(capsys, monkeypatch, *words, source=(str(path),)))
+    assert told["ranks"] == [0, 4]
+    assert told["covered"] == 1.0
+    assert len(told["balance"]) == sum(map(len, told["steps"])) == 9
 
 
 def test_the_command_line_refuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

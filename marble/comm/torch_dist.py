@@ -314,7 +314,8 @@ def gather(
         yield Arrive()
         return parts
 
-    return run(program(), group, Operation(f"gathering {what}", timeout=timeout))
+    alike = f"{x.dtype}, {tuple(x.shape[1:])}".encode()  # else ranks wait for one another and do not mix their bytes
+    return run(program(), group, Operation(f"gathering {what}", alike, timeout))
 
 
 def meet(group: dist.ProcessGroup, device: torch.device, what: str, timeout: timedelta) -> None:

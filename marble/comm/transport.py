@@ -92,6 +92,19 @@ def drive(program: Program[Result], driver: Driver) -> Result:
             driver.finish()
 
 
+def check_timeout(timeout: timedelta | None) -> None:
+    """Refuse what is not a time to wait.
+
+    Raises:
+        TypeError: if it is neither None nor a `timedelta`.
+        ValueError: if it is not positive.
+    """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout: expected a datetime.timedelta, got {type(timeout).__name__}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout: must be positive, got {timeout}")
+
+
 @dataclass(frozen=True)
 class Operation:
     """What a program is, and how long its steps may take.

@@ -9,12 +9,11 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from marble.comm import local
 from marble.comm.choice import check_connections, choose, connect
 from marble.comm.groups import Group
-from marble.comm.transport import Connection, Operation, Program, Reserve
+from marble.comm.transport import Connection, Operation, Program, Reserve, check_timeout
 from marble.compose import executor
 from marble.compose.inboxes import watched
 from marble.compose.plan import Plan
@@ -82,7 +81,8 @@ def attention(
     Under autocast the call runs in the type of its inputs.
 
     Args:
-        q: [local_tokens, heads, head_dim], bfloat16, float16, float32 or float64; see `Plan.shard`.
+        q: [local_tokens, heads, head_dim], bfloat16, float16, float32 or float64; see `Plan.shard`. Finite, in padding
+            too, as are all inputs and their gradients: tiles hold rows that do not see each other, and 0 · NaN is NaN.
         k: [local_tokens, kv_heads, head_dim], same dtype and device.
         v: like ``k``.
         plan: the plan of this batch.
@@ -103,7 +103,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: if a tensor is not what the plan expects, before anything runs; and on every rank, if
-            the ranks planned differently.
+            the ranks planned differently or have inputs of different types.
         TransportError: here or in the backward pass, if another rank died, stalled, raised or runs something else. The
             group is then of no more use; the ranks that are left can go on in a new one (with ``nvshmem``, they
             restart). On GPUs, where the stream waits and not the host, what was returned is wrong, and the next call
@@ -113,17 +113,20 @@ def attention(
     shape = _check(q, k, v, plan, layer)
     chosen = launch.backend(backend) if isinstance(backend, str) else backend
     calls = ("prepare", "forward", "delta", "backward")
-    if not (all(callable(getattr(chosen, call, None)) for call in calls) and hasattr(chosen, "writes_gradients")):
-        raise TypeError(f"backend: expected a name or a Backend, got {type(backend).__name__}")
-    _check_timeout(timeout)
+    if isinstance(chosen, type) or not (
+        all(callable(getattr(chosen, call, None)) for call in calls) and hasattr(chosen, "writes_gradients")
+    ):
+        got = f"the class {chosen.__name__}" if isinstance(chosen, type) else type(backend).__name__
+        raise TypeError(f"backend: expected a name or a Backend, got {got}")
+    check_timeout(timeout)
     name = choose(transport, virtual=plan.rank is None)
     ranks = None
     if plan.rank is not None:
         members = plan.process_group(group)
         check_connections(q.device)
-        plan.agree(members, q.device, timeout)
+        plan.agree(members, q.device, q.dtype, timeout)
         connection = connect(name, members, q.device)
-        ranks = _Ranks(connection, f"layer {layer}", plan.digest.numpy().tobytes(), timeout)
+        ranks = _Ranks(connection, f"layer {layer}", plan.digest_of(q.dtype).numpy().tobytes(), timeout)
     schedules = plan.schedules_on(q.device)[layer]
     works = [work for schedule in schedules.values() for work in schedule.works]
     chosen.prepare(works, group=shape.heads // shape.kv_heads, head_dim=shape.head_dim)
@@ -213,20 +216,31 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors
-        gradients = ctx.run.backward(*inputs, dout.contiguous())
-        # Sums lie where the next pass's will; a gradient that was written rounded is nobody else's.
-        copy = accumulation_dtype(inputs[0].dtype) == inputs[0].dtype
-        return *(gradient.to(x.dtype, copy=copy) for gradient, x in zip(gradients, inputs[:3], strict=True)), None
+        with torch.no_grad():
+            gradients = ctx.run.backward(*inputs, dout.contiguous())
+            # Sums lie where the next pass's will; a gradient that was written rounded is nobody else's.
+            copy = accumulation_dtype(inputs[0].dtype) == inputs[0].dtype
+            rounded = [gradient.to(x.dtype, copy=copy) for gradient, x in zip(gradients, inputs[:3], strict=True)]
+        if torch.is_grad_enabled():  # they depend on the inputs whatever dout does
+            rounded = _Gradients.apply(rounded, *inputs[:3], dout)
+        return *rounded, None
 
 
-def _check_timeout(timeout: timedelta | None) -> None:
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout: expected a datetime.timedelta, got {type(timeout).__name__}")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout: must be positive, got {timeout}")
+class _Gradients(torch.autograd.Function):
+    """Gradients that are not differentiable again, and say so to who tries."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[Tensor], *_: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
+        return tuple(gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        raise RuntimeError(
+            "marble.attention: second derivatives are not computed; call grad or backward without create_graph, or "
+            "detach what attention's gradients go into"
+        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, layer: int) -> AttentionShape:
@@ -243,6 +257,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, layer: int) -> Attention
             raise TypeError(f"{name}: {tensor.dtype} is not supported; use bfloat16, float16, float32 or float64")
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name}: dtype {tensor.dtype} differs from q's {q.dtype}; cast them to one")
+        if tensor.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense tensor, got {tensor.layout}")
         if tensor.device != q.device:
             raise ValueError(f"{name}: on {tensor.device}, but q is on {q.device}; move them to one device")
         if tensor.ndim != 3:
@@ -256,4 +272,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, layer: int) -> Attention
             raise ValueError(f"{name}: layer {layer} was planned with {heads} heads, got {tensor.shape[1]}")
         if tensor.shape[2] != shape.head_dim:
             raise ValueError(f"{name}: layer {layer} was planned with head_dim {shape.head_dim}, got {tensor.shape[2]}")
+    if q.is_meta:
+        raise ValueError("q: on meta, where nothing is computed; move it to a CPU or a GPU")
     return shape

@@ -17,6 +17,7 @@ from torch import Tensor
 from marble.comm import torch_dist
 from marble.comm.choice import choose, connect
 from marble.comm.groups import Group, process_group, sharing_heads
+from marble.comm.transport import check_timeout
 from marble.compose.packing import Packed
 from marble.compose.schedule import Schedule
 from marble.compose.shape import AttentionShape
@@ -39,6 +40,7 @@ class Plan:
         block: rows of a tile's block.
         ulysses: how many neighbouring ranks share the heads of their tokens; 1 if none do.
         masks: per layer, the mask over the stored tokens; None once the plan has been pickled.
+        mask: what a mask of the user's own computes, with its tracks, as a fingerprint; empty for the layout's modes.
     """
 
     order: TokenOrder
@@ -49,6 +51,7 @@ class Plan:
     block: int
     ulysses: int = 1
     masks: tuple[StoredMask, ...] | None = None
+    mask: bytes = b""
 
     @property
     def world(self) -> int:
@@ -82,11 +85,15 @@ class Plan:
     @cached_property
     def index(self) -> Tensor:
         """Sequence positions of this process's tokens, int64 [local_tokens]; with virtual ranks, rank after rank."""
-        return self._every_index if self.rank is None else self.order.index(self.rank)
+        if self.rank is None:
+            return self._every_index
+        with torch.inference_mode(False):  # it is kept, and may be needed for training later
+            return self.order.index(self.rank)
 
     @cached_property
     def _every_index(self) -> Tensor:
-        return torch.cat([self.order.index(rank) for rank in range(self.world)])
+        with torch.inference_mode(False):
+            return torch.cat([self.order.index(rank) for rank in range(self.world)])
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This process's tokens of a full-sequence tensor: activations, positions, labels alike.
@@ -111,10 +118,12 @@ class Plan:
             timeout: how long to wait for other ranks; by default the group's own timeout.
 
         Raises:
-            ValueError: if ``x`` has another number of tokens, or would need gradients through other processes.
-            TransportError: if another rank fails, or does not answer in time.
+            TypeError, ValueError: if ``x`` has another number of tokens, or would need gradients through other
+                processes, or ``timeout`` is not a positive time.
+            TransportError: if another rank fails, does not answer in time, or has rows of another type or size.
         """
         self._expect(x, dim, self.local_tokens, "unshard")
+        check_timeout(timeout)
         if self.rank is None:
             gathered = x
         else:
@@ -128,7 +137,7 @@ class Plan:
 
     def synchronize(
         self,
-        device: torch.device,
+        device: torch.device | str,
         group: Group | None = None,
         transport: str | None = None,
         timeout: timedelta | None = None,
@@ -142,8 +151,11 @@ class Plan:
                 outside of graphs have their own timeouts.
 
         Raises:
+            TypeError, ValueError: if ``timeout`` is not a positive time.
             TransportError: if another rank failed.
         """
+        check_timeout(timeout)
+        device = torch.device(device)
         if self.rank is None:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
@@ -181,30 +193,36 @@ class Plan:
 
     @cached_property
     def digest(self) -> Tensor:
-        """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers and block."""
+        """A fingerprint of what all ranks must have planned alike, int64 [4]: order, layers, block and mask."""
         described = repr((self.order.name, self.world, self.ulysses, self.block, self.layers, self.names)).encode()
         storage = self.order.storage
         parts = (self.order.pieces, storage.span_order.cpu(), storage.layout.table.columns)
-        sha = hashlib.sha256(described + b"".join(part.numpy().tobytes() for part in parts))
-        return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)
+        return _sha(described, self.mask, *(part.numpy().tobytes() for part in parts))
 
-    def agree(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
-        """Make sure that all ranks of a group planned the same. Costs messages once per digest and group.
+    def digest_of(self, dtype: torch.dtype) -> Tensor:
+        """The same, int64 [4], with the type of the inputs."""
+        return _sha(self.digest.numpy().tobytes(), str(dtype).encode())
+
+    def agree(
+        self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, timeout: timedelta | None = None
+    ) -> None:
+        """Make sure that all ranks of a group planned the same. Costs messages once per digest, type and group.
 
         Args:
             group: the plan's ranks.
             device: where the group communicates from.
+            dtype: of this rank's inputs, which must be everywhere the same.
             timeout: how long to wait for other ranks; by default the group's own timeout.
 
         Raises:
-            ValueError: on every rank, if the plans differ.
+            ValueError: on every rank, if the plans or the types differ.
             TransportError: if another rank fails, or does not answer in time.
         """
-        different = torch_dist.disagreeing(self.digest, device, group, timeout)
+        different = torch_dist.disagreeing(self.digest_of(dtype), device, group, timeout)
         if different:
             raise ValueError(
-                f"plan: rank {self.rank} and ranks {different} planned different layouts, layers or orders; every "
-                "rank of a group must plan the same batch"
+                f"plan: rank {self.rank} and ranks {different} planned different layouts, layers, orders or masks, or "
+                f"have inputs of another type than {dtype}; every rank of a group must plan the same batch"
             )
 
     def _expect(self, x: Tensor, dim: int, tokens: int, name: str) -> None:
@@ -247,3 +265,9 @@ class Plan:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["packed"].unpack())
+
+
+def _sha(*parts: bytes) -> Tensor:
+    """Their SHA-256, int64 [4]."""
+    sha = hashlib.sha256(b"".join(parts))
+    return torch.frombuffer(bytearray(sha.digest()), dtype=torch.int64)

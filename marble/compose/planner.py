@@ -26,6 +26,7 @@ from marble.kernels.contract import MAX_BLOCK
 from marble.layout import Layout, as_int
 from marble.mask.algebra import MaskFn, and_masks
 from marble.mask.domains import probe
+from marble.mask.lowering import fingerprint
 from marble.mask.modes import not_padding, packed_mask
 from marble.mask.pieces import NotDenseError
 from marble.mask.ranges import VisibleRanges
@@ -34,6 +35,9 @@ from marble.mask.tiles import StoredMask
 from marble.mask.tracks import Tracks
 from marble.order.set_apart import set_apart
 from marble.order.token_order import TokenOrder
+
+_MOST_TOKENS = 2**31 - 1
+"""Positions and rows are int32."""
 
 
 def plan(
@@ -87,16 +91,20 @@ def plan(
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"layout: expected marble.Layout, got {type(layout).__name__}")
-    # A device context slows every call down, so it is entered only where the caller has another default device.
+    if layout.tokens > _MOST_TOKENS:
+        raise ValueError(f"layout: {layout.tokens} tokens are more than {_MOST_TOKENS}, which positions are counted to")
+    device = _as_device(device)
+    # A device context slows every call down, so it is entered only where the caller has another default device. Plans
+    # are kept, and one that is made while evaluating may be needed for training.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-    with on_cpu:
+    with on_cpu, torch.inference_mode(False):
         where, ulysses = _resolve_ranks(ranks, rank, group), _resolve_degree(ulysses, group)
         if isinstance(schedule, Profile):
             wanted = replace(_wanted(layout, layers, where, order, ulysses, block), digest=layout.digest)
             chosen = _chosen(wanted, schedule) if mask is None else _choose(wanted, schedule, mask, tracks)[0]
             schedule, order, ulysses = chosen.schedules, chosen.order, chosen.ulysses
         degree = 1 if ulysses is None else ulysses
-        request = _request(layout, layers, where, schedule, order, degree, block, torch.device(device))
+        request = _request(layout, layers, where, schedule, order, degree, block, device)
         if mask is None and tracks is None:
             made = _kept(replace(request, digest=layout.digest))
         else:
@@ -241,7 +249,9 @@ def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] |
     layers, names, block, ulysses = request.layers, request.names, request.block, request.ulysses
     # What dense calls can express is looked at span by span, by the host.
     on_host = request.order == "chunks" or "chunked" in names
-    masks = _stored_masks(request.layout, layers, mask, tracks, torch.device("cpu") if on_host else request.device)
+    where = torch.device("cpu") if on_host else request.device
+    _expect_device(where)
+    masks = _stored_masks(request.layout, layers, mask, tracks, where)
     try:
         groups = ORDERS[request.order](masks, request.world // ulysses, block)
     except NotDenseError as error:
@@ -251,7 +261,8 @@ def _make(request: _Request, mask: MaskFn | None, tracks: Mapping[str, Tensor] |
     dealt = groups if ulysses == 1 else groups.split(ulysses)
     mine = range(request.world) if request.rank is None else (request.rank,)
     schedules = _build(groups, dealt, layers, names, masks, mine, block)
-    return Plan(dealt, layers, names, schedules, request.rank, block, ulysses, masks)
+    said = b"" if mask is None else fingerprint(mask, Tracks.of(request.layout, tracks))
+    return Plan(dealt, layers, names, schedules, request.rank, block, ulysses, masks, said)
 
 
 def _build(
@@ -277,6 +288,22 @@ def _build(
                 raise ValueError(f"schedule: layer {len(found)} cannot be {name!r}: {error}") from None
         found.append(built[key])
     return tuple(found)
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device: expected a device such as 'cpu' or 'cuda', got {device!r}") from None
+
+
+def _expect_device(device: torch.device) -> None:
+    """Refuse a device where nothing can be planned."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: plans are made on 'cpu' or 'cuda', not on {device.type!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device: {str(device)!r} is not here; PyTorch finds {count} GPUs")
 
 
 def _resolve_degree(ulysses: int | None, group: Group | None) -> int | None:

@@ -34,7 +34,9 @@ class AttentionShape:
             value = getattr(self, name)
             if value is None and name == "window":
                 continue
-            if as_int(value, f"AttentionShape.{name}") < 1:
+            value = as_int(value, f"AttentionShape.{name}")
+            object.__setattr__(self, name, value)
+            if value < 1:
                 hint = "; a global layer has window=None" if name == "window" else ""
                 raise ValueError(f"AttentionShape.{name}: must be at least 1, got {value}{hint}")
         if self.heads % self.kv_heads:
@@ -46,8 +48,9 @@ class AttentionShape:
                 raise TypeError(f"AttentionShape.scale: expected a number, got {type(self.scale).__name__}")
             if not 0 < self.scale < float("inf"):
                 raise ValueError(f"AttentionShape.scale: must be positive and finite, got {self.scale}")
+            object.__setattr__(self, "scale", float(self.scale))
 
     @property
     def softmax_scale(self) -> float:
         """The scale that multiplies q · k."""
-        return self.head_dim**-0.5 if self.scale is None else float(self.scale)
+        return self.head_dim**-0.5 if self.scale is None else self.scale

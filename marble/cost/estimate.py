@@ -2,6 +2,18 @@
 
 Each function follows a builder of `marble.compose.schedules` step by step; tests hold them to the loads of what it
 builds. With Ulysses, ranks here are groups: the ranks of a group do the same with different heads.
+
+Under orders of whole stored blocks (`ptrr`, `contiguous`) the tiles, partial tiles and units of calls over tiles are
+equal to those. Bytes and memory are too, except:
+
+* A ring's backward steps in which keys and their gradients both move: the most of each is added, which is more than the
+  most of their sum when shards are unequal.
+* State is spread over the forward calls of a rank by their query blocks; over the pass its bytes are equal. The sparse
+  all-to-all's is counted half in each step.
+* Forward, clearing the rows that see nothing (padding, and ranks without work in a step) is not counted.
+* The all-to-alls and buffers of Ulysses are those of a mean rank of the group, whose tokens may be uneven.
+* Where nodes cut groups at uneven places, all hops between two groups are across if any is, and every group has as many
+  ranks outside its node as the one that has most.
 """
 
 from __future__ import annotations

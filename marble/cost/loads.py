@@ -16,7 +16,7 @@ from marble.kernels.contract import Tiles, Touch
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """One pass of one layer: float64 [steps, ranks] each.
+    """One pass of one layer: float64 [steps, ranks] each, or [steps, groups] for groups of ranks that share heads.
 
     Attributes:
         tiles: visited tiles, once for every query head.
@@ -39,6 +39,13 @@ class Loads:
     def zeros(cls, steps: int, ranks: int) -> Loads:
         """No load yet."""
         return cls(*np.zeros((6, steps, ranks)))
+
+    def of_groups(self, degree: int) -> Loads:
+        """The loads [steps, groups] of groups of ``degree`` neighbouring ranks that share heads: of each, the most that
+        a rank of the group has. They compute the same; their transfers can differ."""
+        steps, ranks = self.tiles.shape
+        parts = (getattr(self, name).reshape(steps, ranks // degree, degree) for name in self.__dataclass_fields__)
+        return Loads(*(part.max(2) for part in parts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,11 @@ class Profile:
         path = Path(name)
         if not path.is_file():
             raise ProfileError(f"profile: {str(name)!r} is neither a file nor one of {', '.join(SHIPPED)}")
-        return cls.parse(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ProfileError(f"profile: {str(name)!r} is not a text file in UTF-8") from None
+        return cls.parse(text, str(path))
 
     @classmethod
     def parse(cls, text: str, name: str) -> Profile:

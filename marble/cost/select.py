@@ -230,12 +230,12 @@ def priced(found: Estimate, profile: Profile, head_dim: int, block: int) -> tupl
 
 
 def _built(name: str, mask: StoredMask, groups: TokenOrder, place: Place) -> Estimate:
-    """From the schedules themselves, for masks without ranges."""
+    """From the schedules themselves, for masks without ranges; loads are those of groups, as in `ESTIMATES`."""
     degree = place.split.degree
     order = groups if degree == 1 else groups.split(degree)
     schedules = list(build(name, groups, order, mask, place.block, place.split, range(order.world)).values())
     forward, backward = (
-        loads_of(schedules, place.head_dim, place.gpus_per_node, block=place.block, backward=which)
+        loads_of(schedules, place.head_dim, place.gpus_per_node, block=place.block, backward=which).of_groups(degree)
         for which in (False, True)
     )
     passes = (which for schedule in schedules for which in (schedule.forward, schedule.backward))

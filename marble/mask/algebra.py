@@ -1,9 +1,9 @@
 """Combining masks. A mask is a plain function of two operands, ``mask(q, k)``.
 
 Operands carry the token tracks as attributes (``q.sample``, ``q.seg``, ``q.noise``, ``q.pos`` and any user track).
-A mask combines them with ``+ - * // %``, comparisons and ``& | ~``, never with ``and``, ``or``, ``not`` or chained
-comparisons, which Python would answer itself. The same function then runs on tensors, on block summaries, inside
-FlexAttention and inside a CuTe kernel.
+A mask combines them with ``+ - * // %`` and comparisons, and what these give with ``& | ~ ^ == !=``, never with
+``and``, ``or``, ``not`` or chained comparisons, which Python would answer itself. The same function then runs on
+tensors and on block summaries (in int64), inside FlexAttention and inside a CuTe kernel (in int32).
 """
 
 from __future__ import annotations

@@ -100,6 +100,16 @@ def _bitmap(values: Tensor) -> Tensor:
     return (present << torch.arange(_BITMAP, device=values.device)).sum(1)
 
 
+def _refused(what: str) -> Any:
+    def method(self: Any, *others: Any) -> Any:  # noqa: ARG001
+        raise TypeError(f"mask: {what}")
+
+    return method
+
+
+_no_number = _refused("conditions are combined with & | ~ ^ == and !=, and are no numbers")
+
+
 @dataclass(frozen=True, eq=False)
 class Ternary:
     """A truth value over all pairs of two blocks: may it be true for some pair, may it be false for some pair?"""
@@ -119,6 +129,27 @@ class Ternary:
 
     def __invert__(self) -> Ternary:
         return Ternary(self.may_be_false, self.may_be_true)
+
+    def __xor__(self, other: Ternary | bool) -> Ternary:
+        other = _truth(other)
+        return Ternary(
+            self.may_be_true & other.may_be_false | self.may_be_false & other.may_be_true,
+            self.may_be_true & other.may_be_true | self.may_be_false & other.may_be_false,
+        )
+
+    __rxor__ = __xor__
+
+    def __ne__(self, other: Ternary | bool) -> Ternary:  # type: ignore[override]
+        return self ^ other
+
+    def __eq__(self, other: Ternary | bool) -> Ternary:  # type: ignore[override]
+        return ~(self ^ other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    __lt__ = __le__ = __gt__ = __ge__ = __abs__ = __neg__ = __pos__ = _no_number
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_number
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _no_number
 
     def __bool__(self) -> bool:
         raise TypeError("mask: combine conditions with & | ~, not with and, or, not or chained comparisons")
@@ -174,10 +205,14 @@ class Interval:
     def __truediv__(self, divisor: Any) -> Interval:
         raise TypeError("mask: tracks are integers; divide them with //")
 
-    def __and__(self, other: Any) -> Interval:
-        raise TypeError("mask: & and | combine comparisons, not tracks; compare tracks first, in parentheses")
-
-    __rand__ = __or__ = __ror__ = __and__
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refused(
+        "& | ~ ^ combine comparisons, not tracks; compare tracks first, in parentheses"
+    )
+    __rtruediv__ = __truediv__
+    __rfloordiv__ = __rmod__ = _refused("the right side of // and % must be a positive integer, not a track")
+    __abs__ = __pos__ = __pow__ = __rpow__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused(
+        "tracks are combined with + - * // and %, and compared"
+    )
 
     def __floordiv__(self, divisor: int) -> Interval:
         divisor = _positive(divisor, "//")
@@ -224,6 +259,8 @@ def _interval(value: Interval | int) -> Interval:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"mask: tracks are integers and cannot be combined with {type(value).__name__}")
     number = operator.index(value)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"mask: {number} does not fit int64")
     exact = torch.tensor(number, dtype=torch.int64, device=CPU)  # a scalar goes with tensors on any device
     return Interval(exact, exact, torch.tensor(1, dtype=torch.int64, device=CPU) << (number % _BITMAP))
 

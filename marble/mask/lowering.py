@@ -90,8 +90,10 @@ class _Row:
 class _Tape:
     """The distinct steps of a mask, numbered in order; a step names earlier ones by their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int) -> None:
         self.steps: dict[Step, int] = {}
+        self.bits = bits
+        """Of the integers that it may hold."""
 
     def add(self, step: Step, *, condition: bool) -> _Value:
         return _Value(self, self.steps.setdefault(step, len(self.steps)), condition)
@@ -107,8 +109,8 @@ class _Tape:
         except TypeError:
             kind = type(value).__name__
             raise TypeError(f"mask: combine tracks with integers or truth values, not with {kind}") from None
-        if not -(2**31) <= number < 2**31:
-            raise ValueError(f"mask: {number} does not fit int32")
+        if not -(2 ** (self.bits - 1)) <= number < 2 ** (self.bits - 1):
+            raise ValueError(f"mask: {number} does not fit int{self.bits}")
         return self.add(("number", number), condition=False)
 
     def number(self, value: _Value) -> int:
@@ -151,6 +153,17 @@ class _Value:
     __eq__ = _method("eq")  # type: ignore[assignment]
     __ne__ = _method("ne")  # type: ignore[assignment]
 
+    def __neg__(self) -> _Value:
+        return self.tape.combine("sub", 0, self)
+
+    def __xor__(self, other: Any) -> _Value:
+        other = self.tape.lift(other)
+        if not (self.condition and other.condition):
+            raise TypeError("mask: ^ combines comparisons; compare tracks first, in parentheses")
+        return self.tape.combine("ne", self, other)
+
+    __rxor__ = __xor__
+
     def __invert__(self) -> _Value:
         return self.tape.add(("invert", self.step), condition=self.condition)
 
@@ -172,11 +185,19 @@ class _Side:
         return self._tape.add((self._index, self._first + self._tracks.index(name)), condition=False)
 
 
-def _record(mask: MaskFn, tracks: tuple[str, ...]) -> tuple[Step, ...]:
+def fingerprint(mask: MaskFn, tracks: Tracks) -> bytes:
+    """What a mask computes: equal for equal steps over equal tracks of the user's, whatever function it is."""
+    sha = hashlib.sha256(repr(_record(mask, tuple(sorted(tracks.columns)), bits=64)).encode())
+    for name, column in sorted(tracks.user.items()):
+        sha.update(repr(name).encode() + column.cpu().numpy().tobytes())
+    return sha.digest()
+
+
+def _record(mask: MaskFn, tracks: tuple[str, ...], bits: int = 32) -> tuple[Step, ...]:
     """The steps of a mask; the last one is its value."""
     if len(set(tracks)) != len(tracks):
         raise ValueError(f"tracks: {tracks} names a track twice")
-    tape = _Tape()
+    tape = _Tape(bits)
     value = mask(_Side(tape, "q_idx", tracks, 0), _Side(tape, "kv_idx", tracks, len(tracks)))
     if not isinstance(value, _Value) or not value.condition:
         kind = "an integer" if isinstance(value, _Value) else type(value).__name__

@@ -88,13 +88,16 @@ class Operand:
 
 
 def _user_track(values: Any, name: str, tokens: int) -> Tensor:
+    if not isinstance(name, str):
+        raise TypeError(f"tracks: names must be strings, got {name!r}")
     problem = f"tracks: {name!r} must hold one integer per token, [{tokens}], within int32"
     try:
         column = torch.as_tensor(values)
     except (TypeError, ValueError):
         raise ValueError(problem) from None
-    if column.shape != (tokens,) or column.is_floating_point() or column.is_complex():
+    if column.shape != (tokens,) or column.is_floating_point() or column.is_complex() or column.dtype == torch.uint64:
         raise ValueError(problem)
+    column = column.long()
     limits = torch.iinfo(torch.int32)
     if int(column.min()) < limits.min or int(column.max()) > limits.max:
         raise ValueError(problem)

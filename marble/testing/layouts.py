@@ -116,10 +116,10 @@ def random_order(rng: Random, mask: StoredMask, world: int, block: int, deal: st
 
 
 def random_expression(rng: Random, names: tuple[str, ...] = ("sample", "seg", "noise", "pos"), depth: int = 3) -> str:
-    """A mask of one's own as Python source over ``q`` and ``k``: arithmetic, comparisons and ``& | ~``."""
+    """A mask of one's own as Python source over ``q`` and ``k``: all that a mask may use (`marble.mask.algebra`)."""
     if depth > 0 and rng.random() < 0.6:
         left, right = (random_expression(rng, names, depth - 1) for _ in range(2))
-        return rng.choice([f"({left} & {right})", f"({left} | {right})", f"~{left}"])
+        return rng.choice([*(f"({left} {both} {right})" for both in ("&", "|", "^", "==", "!=")), f"(~{left})"])
     # One side always reads a track: a comparison of two constants would be a Python bool.
     left, right = _random_value(rng, names, 2), _random_value(rng, names, 1, constant=rng.randint(-3, 12))
     return f"({left} {rng.choice(['==', '!=', '<', '<=', '>', '>='])} {right})"

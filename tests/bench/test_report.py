@@ -4,12 +4,13 @@ import json
 import re
 import shutil
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from bench.harness import RESULTS, Row, write
-from bench.report import LEAST_BARS, MOST_BARS, build, main, read
+from bench.report import LEAST_BARS, MOST_BARS, build, main, picture, read
 
 ROWS = [
     Row("X1", f"case {number} <&>", "time", 1.0 + number, "ms", "other", 2.0, (1.0 + number) / 2.0)
@@ -33,12 +34,43 @@ def test_every_committed_row_is_shown(tmp_path: Path) -> None:
     assert "<img" not in page
 
 
+@pytest.mark.filterwarnings("error")
 def test_figures_are_drawn(tmp_path: Path) -> None:
     shutil.copy(RESULTS / "balance.json", tmp_path)
     page = build(tmp_path, tmp_path).read_text()
     figures = re.findall(r'<img src="([^"]+)"', page)
     assert len(figures) == len(set(figures)) == len(list(tmp_path.glob("*.png"))) > 0
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in figures)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("unit", ["ms", ""])
+@pytest.mark.parametrize("count", [LEAST_BARS, MOST_BARS, MOST_BARS + 1])
+def test_long_labels_leave_room_and_do_not_touch(unit: str, count: int) -> None:
+    """Labels longer than any committed one, every third of them short."""
+    labels = ["short" if number % 3 == 0 else f"{number} " + "a longer label " * 14 for number in range(count)]
+    rows = [Row("X4", label, "time", 1.5, unit, "other", 2.0, 0.75) for label in labels]
+    drawn = picture(rows, "a metric with a long name " * 5)
+    drawn.draw_without_rendering()
+    (axes,) = drawn.axes
+    assert axes.get_position().width > 0.4
+    frame = drawn.bbox
+    texts = [axes.xaxis.label]
+    if count <= MOST_BARS:
+        texts += axes.get_yticklabels()
+        assert [text.get_text().replace("\n", " ") for text in texts[1:]] == [label.strip() for label in labels]
+    boxes = [text.get_window_extent() for text in texts]
+    assert all(box.x0 >= 0 and box.x1 <= frame.x1 and box.y0 >= 0 and box.y1 <= frame.y1 for box in boxes)
+    assert all(above.y0 > below.y1 for above, below in pairwise(boxes[1:]))
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_longest_committed_labels_are_drawn(tmp_path: Path) -> None:
+    """Warnings come from Matplotlib when it finds no room."""
+    groups = [group for path in RESULTS.glob("*.json") for group in read(path).groups]
+    few = [group for group in groups if LEAST_BARS <= len(group.rows) <= MOST_BARS]
+    for group in sorted(few, key=lambda group: max(len(row.case) for row in group.rows))[-2:]:
+        picture(group.rows, group.metric).savefig(tmp_path / "drawn.png")
 
 
 def test_values_come_from_the_files(tmp_path: Path) -> None:

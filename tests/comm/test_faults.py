@@ -47,9 +47,20 @@ def inputs() -> list[Tensor]:
     return [torch.randn(LAYOUT.tokens, heads, 8, generator=generator) for heads in (2, 1, 1, 2)]
 
 
-def run(plan: Plan, **options: Any) -> list[Tensor]:
+def own_mask_plan(ranks: Any, last: int) -> Plan:
+    """With a mask of the user's own that allows keys at least ``last`` tokens back, of documents of 32 tokens."""
+    where = {"ranks": ranks} if isinstance(ranks, int) else {"group": ranks}
+    tracks = {"document": torch.arange(LAYOUT.tokens) // 32}
+
+    def mask(q: Any, k: Any) -> Any:
+        return (q.document == k.document) & (q.pos - k.pos < last)
+
+    return marble.plan(LAYOUT, SHAPES[:1], block=16, order="contiguous", mask=mask, tracks=tracks, **where)
+
+
+def run(plan: Plan, dtype: torch.dtype = torch.float32, **options: Any) -> list[Tensor]:
     """out, dq, dk and dv of this process."""
-    q, k, v, dout = map(plan.shard, inputs())
+    q, k, v, dout = (plan.shard(x).to(dtype) for x in inputs())
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = marble.attention(*leaves, plan, **options)
     assert isinstance(out, Tensor)
@@ -134,7 +145,15 @@ def worker(rank: int, folder: Path) -> None:
 
     other = plan_for(group, Layout.from_cu_seqlens([0, 76, 128]))
     seen.call("plans", plan=other if rank == PLANS else plan, group=group)
+    seen.call("masks", plan=own_mask_plan(group, 9 if rank == PLANS else 10), group=group)
+    seen.call("types", plan=plan, group=group, dtype=torch.bfloat16 if rank == PLANS else torch.float16)
     seen.note("after plans", run(plan, group=group))
+
+    broken, begin = group_of(everyone), time.monotonic()
+    try:
+        plan.unshard(torch.zeros(plan.local_tokens, 1 + (rank == PLANS)), group=broken, timeout=TIMEOUT)
+    except TransportError as error:
+        seen.note("widths", (error.with_traceback(None), time.monotonic() - begin))
 
     backend = Strikes("backward", send_oneself(signal.SIGSTOP)) if rank == STALLS else "reference"
     seen.call("stalls", plan=plan, group=group, backend=backend)
@@ -238,14 +257,23 @@ def test_a_rank_in_another_layer(seen: list[dict[str, Any]]) -> None:
     }
 
 
-def test_a_rank_that_planned_another_batch(seen: list[dict[str, Any]]) -> None:
-    """Told on every rank, and without a timeout; the group is as good as before."""
+@pytest.mark.parametrize("what", ["plans", "masks", "types"])
+def test_a_rank_that_planned_another_batch(seen: list[dict[str, Any]], what: str) -> None:
+    """Or another mask of its own, or has inputs of another type. Told on every rank, and without a timeout; the group
+    is as good as before."""
     for rank, saw in enumerate(seen):
-        error, seconds = saw["plans"]
+        error, seconds = saw[what]
         assert isinstance(error, ValueError)
         others = [other for other in range(WORLD) if other != PLANS] if rank == PLANS else [PLANS]
         assert str(error).startswith(f"plan: rank {rank} and ranks {others} planned different layouts")
         assert seconds < TIMEOUT.total_seconds()
+
+
+def test_a_rank_that_unshards_rows_of_another_width(seen: list[dict[str, Any]]) -> None:
+    """It waits, and so do the others for it; no bytes are mixed, and no process is ended by gloo."""
+    found = waits(seen, "widths", -1)
+    assert len(found) == WORLD
+    assert all(PLANS in (rank, wait.peer) for rank, wait in found.items())
 
 
 def test_a_rank_that_stalls_in_its_backward_pass(seen: list[dict[str, Any]]) -> None:

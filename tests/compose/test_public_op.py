@@ -7,6 +7,7 @@ import sys
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dense_attention import Data, assert_equal, check, dense, differ, distributed, each_heads, legal, make_plan
@@ -372,3 +373,54 @@ def test_plans_pickle_without_what_they_can_derive():
     layout = Layout([[Span("causal", 700), Span("full", 300), Span("causal", 24)]] * 64)
     plan = marble.plan(layout, AttentionShape(2, 1, 16), ranks=8, rank=3)
     assert len(pickle.dumps(plan)) < 8 * plan.local_tokens * len(plan.schedules[0][3].forward.steps)
+
+
+def test_shapes_are_equal_however_their_numbers_are_written():
+    """Plans are compared between ranks by what their layers say."""
+    one, other = AttentionShape(4, 2, 8, scale=1.0), AttentionShape(np.int64(4), np.int32(2), 8, scale=1)
+    assert one == other
+    assert repr(one) == repr(other)
+
+
+def own_mask(last, documents=MIXED.tokens // 3):
+    """The digest of a plan with a mask of one's own, which is made anew."""
+    tracks = {"document": torch.arange(MIXED.tokens) // documents}
+    mask = lambda q, k: (q.document == k.document) & (q.pos - k.pos < last)  # noqa: E731
+    return marble.plan(MIXED, AttentionShape(2, 1, 8), ranks=2, order="contiguous", mask=mask, tracks=tracks).digest
+
+
+def test_plans_of_other_masks_have_other_digests():
+    """And of other tracks; not those of equal masks."""
+    modes = marble.plan(MIXED, AttentionShape(2, 1, 8), ranks=2, order="contiguous").digest
+    assert torch.equal(own_mask(9), own_mask(9))
+    assert len({tuple(x.tolist()) for x in (modes, own_mask(9), own_mask(10), own_mask(9, 7))}) == 4
+
+
+def test_a_plan_from_an_evaluation_serves_for_training():
+    """Plans are kept, and so is what they compute when they are first used."""
+    layout = Layout.from_cu_seqlens([0, 31, 64])  # of no other test
+    where = {"layers": AttentionShape(2, 1, 8), "ranks": 2, "block": 16}
+    with torch.inference_mode():
+        plan = marble.plan(layout, **where)
+        plan.shard(torch.randn(64, 2))
+    assert marble.plan(layout, **where) is plan
+    x = torch.randn(64, 4, 8, requires_grad=True)
+    q, k, v = plan.shard(x).split([2, 1, 1], 1)
+    plan.unshard(marble.attention(q, k, v, plan)).square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", [lambda out: out.sum(), lambda out: out.square().sum()], ids=["linear", "square"])
+def test_second_derivatives_are_refused(loss):
+    """Whether or not the output's gradient depends on anything; first ones are there with create_graph, too."""
+    plan = marble.plan(MIXED, AttentionShape(2, 1, 8), ranks=2, block=16)
+    q, k, v = (torch.randn(MIXED.tokens, heads, 8, requires_grad=True) for heads in (2, 1, 1))
+    first = torch.autograd.grad(loss(marble.attention(q, k, v, plan)), (q, k, v))
+    again = torch.autograd.grad(loss(marble.attention(q, k, v, plan)), (q, k, v), create_graph=True)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    for gradient in again:
+        with pytest.raises(
+            RuntimeError, match=r"^marble\.attention: second derivatives are not computed; .*create_graph"
+        ):
+            gradient.square().sum().backward(retain_graph=True)

@@ -1,5 +1,6 @@
 """Counts between ranks and estimated loads agree with the schedules that are built."""
 
+import itertools
 from random import Random
 
 import numpy as np
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 
 from marble import AttentionShape, plan
 from marble.compose.builders import ORDERS, build
+from marble.compose.planner import estimates
 from marble.compose.schedules.ulysses import HeadSplit
+from marble.cost import select
 from marble.cost.counts import PairCounts, countable
 from marble.cost.estimate import ESTIMATES, Estimate, Place
 from marble.cost.loads import Loads, loads_of, memory_of
@@ -118,6 +121,37 @@ def test_the_chunked_ring_is_estimated_roughly(workload: str, tolerance: float) 
     assert slowest(found.forward, "units") == pytest.approx(slowest(built.forward, "units"), rel=0.5)
     assert found.forward.inside == pytest.approx(built.forward.inside)
     assert found.backward.inside == pytest.approx(built.backward.inside)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("order", ALIGNED)
+def test_built_and_counted_estimates_agree(order: str, degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that can be counted is built all the same: groups of ranks, step by step, in nodes of 4."""
+    layout, shape = build_layout("bagel_mix", 3072, scale=1 / 16), AttentionShape(8, 2, 16)
+
+    def found() -> dict[str, Estimate]:
+        return estimates(layout, shape, 8, order=order, ulysses=degree, block=16, gpus_per_node=4)
+
+    counted = found()
+    monkeypatch.setattr(select, "countable", lambda _mask: False)
+    monkeypatch.setattr(PairCounts, "of", None)
+    built = found()
+    assert list(counted) == list(built) == list(TILE_SCHEDULES)
+    for name, which in itertools.product(built, ("forward", "backward")):
+        one, other = getattr(counted[name], which), getattr(built[name], which)
+        for field in ("tiles", "partial", "units", "inside", "across"):
+            assert getattr(other, field).shape[1] == 8 // degree, (name, which, field)
+            assert getattr(one, field) == pytest.approx(getattr(other, field)), (name, which, field)
+        assert one.memory.shape == other.memory.shape
+        assert one.memory.sum(0) == pytest.approx(other.memory.sum(0)), (name, which)
+        assert counted[name].memory == pytest.approx(built[name].memory), name
+
+
+def test_a_group_has_the_most_of_its_ranks() -> None:
+    loads = Loads(*np.array([[[1, 2, 3, 4], [8, 7, 6, 5]]] * 6, dtype=float) + np.arange(6)[:, None, None])
+    for number, name in enumerate(Loads.__dataclass_fields__):
+        assert (getattr(loads.of_groups(2), name) == np.array([[2, 4], [8, 6]]) + number).all()
+        assert (getattr(loads.of_groups(1), name) == getattr(loads, name)).all()
 
 
 def test_a_mask_without_ranges_is_not_counted() -> None:

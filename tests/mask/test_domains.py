@@ -202,6 +202,49 @@ def test_constants_combine_with_conditions():
             assert torch.equal(one, other)
 
 
+CAUSAL = "(q.pos >= k.pos)"
+EQUIVALENT = {
+    f"{CAUSAL} == True": CAUSAL,
+    f"{CAUSAL} != False": CAUSAL,
+    f"{CAUSAL} != True": f"~{CAUSAL}",
+    f"False == {CAUSAL}": f"~{CAUSAL}",
+    f"{CAUSAL} ^ True": f"~{CAUSAL}",
+    f"{CAUSAL} == (q.seg == k.seg)": f"({CAUSAL} & (q.seg == k.seg)) | (~{CAUSAL} & ~(q.seg == k.seg))",
+    f"{CAUSAL} != (q.seg == k.seg)": f"({CAUSAL} & ~(q.seg == k.seg)) | (~{CAUSAL} & (q.seg == k.seg))",
+}
+
+
+@pytest.mark.parametrize(("source", "same"), EQUIVALENT.items())
+def test_conditions_are_compared(source, same):
+    """By value, on tensors, on summaries and so in plans; not by identity, as Python would."""
+    tracks = Tracks.of(LAYOUT)
+    one, other = mask_of(source), mask_of(same)
+    assert torch.equal(dense(one, tracks, tracks), dense(other, tracks, tracks))
+    single = BlockSummaries.of(tracks, 1)
+    assert all(map(torch.equal, summarise(one, single, single), summarise(other, single, single)))
+    everything, natural = torch.arange(len(tracks)), Storage.natural(LAYOUT)
+    ours, theirs = (StoredMask(natural, mask).tiles(everything, everything, 4) for mask in (one, other))
+    assert torch.equal(ours.by_query.counts(), theirs.by_query.counts())
+
+
+CONDITION = [lambda c, d: c <= d, lambda c, d: c + d, lambda c, d: c * 1, lambda c, d: abs(c), lambda c, d: -c]  # noqa: ARG005
+NUMBER = [abs, lambda x: x**2, lambda x: 100 // x, lambda x: x ^ x, lambda x: ~x, lambda x: x << 1, lambda x: x < 2**70]
+
+
+@pytest.mark.parametrize("misuse", CONDITION)
+def test_conditions_are_no_numbers(misuse):
+    blocks = BlockSummaries.of(Tracks.of(LAYOUT), 4)
+    with pytest.raises(TypeError, match=r"^mask: conditions are combined with & \| ~ \^ == and !="):
+        summarise(lambda q, k: misuse(q.pos >= k.pos, q.seg == k.seg), blocks, blocks)
+
+
+@pytest.mark.parametrize("misuse", NUMBER)
+def test_what_is_not_computed_with_tracks_is_refused(misuse):
+    blocks = BlockSummaries.of(Tracks.of(LAYOUT), 4)
+    with pytest.raises((TypeError, ValueError), match=r"^mask: "):
+        summarise(lambda q, k: misuse(q.pos) >= k.pos, blocks, blocks)
+
+
 def test_values_beyond_int32_mean_the_same_in_both_domains():
     """Positions of a long pack, squared: a summary must not promise what the tensors then compute otherwise."""
     column = torch.tensor([50_000], dtype=torch.int32)
