@@ -10,7 +10,7 @@ equal to those. Bytes and memory are too, except:
   most of their sum when shards are unequal.
 * State is spread over the forward calls of a rank by their query blocks; over the pass its bytes are equal. The sparse
   all-to-all's is counted half in each step.
-* Forward, clearing the rows that see nothing (padding, and ranks without work in a step) is not counted.
+* Forward, clearing the rows that see nothing (padding) is not counted.
 * The all-to-alls and buffers of Ulysses are those of a mean rank of the group, whose tokens may be uneven.
 * Where nodes cut groups at uneven places, all hops between two groups are across if any is, and every group has as many
   ranks outside its node as the one that has most.
