@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.baselines.calls import cases
-from marble.kernels.cute.backward_config import Units, plan_units
+from marble.kernels.cute.backward_config import Units, plan_units, plan_units_in_order
 from marble.kernels.cute.tickets import Ordered, ordered
 from marble.kernels.cute.worklist import FULL_TILE, PARTIAL_COST, WorkList, lower
 from marble.workloads import WORKLOADS
@@ -142,8 +142,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for text in given.heads:
             own = (case.shape.heads, case.shape.kv_heads)
             heads, kv_heads = own if text == "own" else map(int, text.split(":"))
-            plan = plan_units(len(lists.items), lists.tiles, kv_heads, heads // kv_heads, given.sms)
-            anyhow = list(units(lists, None, heads, kv_heads, plan))
+            items, several = len(lists.items), (kv_heads, heads // kv_heads, given.sms)
+            anyhow = list(units(lists, None, heads, kv_heads, plan_units(items, *several)))
+            plan = plan_units_in_order(items, lists.tiles, *several)
             in_turn = list(units(order.lists, order, heads, kv_heads, plan))
             ratio = makespan(in_turn, given.sms, given.handover) / makespan(anyhow, given.sms, 0.0)
             ratios.append(f"{ratio:.3f}")

@@ -7,7 +7,7 @@ import torch
 from cutlass import Float32, Int32, cute
 from torch import Tensor
 
-from marble.kernels.cute.backward_config import BackwardConfig, Gradients, Units, plan_units
+from marble.kernels.cute.backward_config import BackwardConfig, Gradients, Units, plan_units, plan_units_in_order
 from marble.kernels.cute.backward_sm90 import BackwardSm90
 from marble.kernels.cute.backward_split_sm90 import PASSES, BackwardSplitSm90, SplitConfig
 from marble.kernels.cute.binding import ELEMENTS, Tickets, compiled, fake, fake_lists, lists_of
@@ -100,14 +100,13 @@ def run_backward(
     kv_heads, rounds = k.shape[1], dk.dtype == q.dtype
     config = BackwardConfig(head_dim, deterministic, rounds)
     items, group = len(work.items), heads // kv_heads
-    units = Units(items, group) if rounds else plan_units(items, work.tiles, kv_heads, group, sms)
+    units = Units(items, group) if rounds else plan_units(items, kv_heads, group, sms)
+    lists = lists_of(work)
     if deterministic:
         order = ordered(work, config.halves)
-        units = units._replace(apart=units.apart and not order.shared)
-        tickets = Tickets(order.tickets, order.units, *order.served(heads, kv_heads))
-        lists = lists_of(order.lists, tickets)
-    else:
-        lists = lists_of(work)
+        if not order.shared:
+            units = plan_units_in_order(items, work.tiles, kv_heads, group, sms)
+        lists = lists_of(order.lists, Tickets(order.tickets, order.units, *order.served(heads, kv_heads)))
     counter = counter_of(q.device)
     grid = min(kv_heads * (units.whole + (items - units.whole) * (group // units.few)), sms)
     kernel = compile_backward(q.dtype, head_dim, deterministic, rounds)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import cutlass
@@ -256,34 +256,40 @@ class Schedule(NamedTuple):
 
 
 ENOUGH_UNITS = 6
-"""Units for each multiprocessor that even out how long they are, if an item's come together."""
+"""Units for each multiprocessor that even out how long they are, if the last ones are split."""
 
 MANY_UNITS = 24
-"""Units for each multiprocessor that are even in any order, and when none is split at the end."""
+"""Units for each multiprocessor that are even when none is split, and in any order."""
 
 UNIT_TILES = 48
 """Tiles of a unit, on average, that make up for what it costs besides them: about one."""
 
 
-def plan_units(items: int, tiles: int, kv_heads: int, group: int, sms: int) -> Units:
-    """The units of items with ``tiles`` in all, that ``group`` query heads of each key/value head multiply.
+@lru_cache
+def plan_units(items: int, kv_heads: int, group: int, sms: int) -> Units:
+    """The units of items that ``group`` query heads of each key/value head multiply.
 
-    Units that run at the same time are spread over their walks, which take one query head after the other: the fewer
-    they have, and the more of them have the same, the less they read that is not in the L2 cache. So if there are many
-    units of few heads that are long enough, they come apart.
-
-    Otherwise what they read fits. If there are enough units of all query heads, only about the last of each
-    multiprocessor is split, so that all end at about the same time. If not, every unit is, as little as gives enough of
-    them: each costs about one tile more.
+    If there are enough units of all query heads, only about the last of each multiprocessor is split, so that all end
+    at about the same time. Otherwise every unit is, as little as gives enough of them: each costs about one tile more.
     """
-    sizes = [few for few in range(1, group + 1) if group % few == 0]
-    long = min((few for few in sizes if few * tiles >= UNIT_TILES * items), default=group)
-    if long < group and items * kv_heads * (group // long) >= MANY_UNITS * sms:
-        return Units(0, long, apart=True)
     if items * kv_heads >= ENOUGH_UNITS * sms:
         return Units(max(0, items - -(-sms // kv_heads)), 1)
+    sizes = [few for few in range(1, group + 1) if group % few == 0]
     enough = [few for few in sizes if items * kv_heads * (group // few) >= ENOUGH_UNITS * sms]
     return Units(0, max(enough, default=1))
+
+
+def plan_units_in_order(items: int, tiles: int, kv_heads: int, group: int, sms: int) -> Units:
+    """The units of items with ``tiles`` in all, where sums have one order and no two items add to the same key rows.
+
+    A unit waits for those that come to its query tiles first, with every head again. Of many units that run at the same
+    time and have the same few heads, few are at the same tile. So units come apart where there are many that are long.
+    """
+    long = (few for few in range(1, group) if group % few == 0 and few * tiles >= UNIT_TILES * items)
+    few = next(long, group)
+    if few < group and items * kv_heads * (group // few) >= MANY_UNITS * sms:
+        return Units(0, few, apart=True)
+    return plan_units(items, kv_heads, group, sms)
 
 
 def whole_units(items: int, kv_heads: int, sms: int) -> bool:

@@ -6,7 +6,7 @@ pytest.importorskip("cutlass")
 
 from bench.turns import UNIT_COST, Unit, Walk, main, makespan, units
 from marble import Layout
-from marble.kernels.cute.backward_config import plan_units
+from marble.kernels.cute.backward_config import plan_units, plan_units_in_order
 from marble.kernels.cute.worklist import lower
 from marble.testing.layouts import whole_call
 
@@ -35,12 +35,14 @@ def test_turns_that_nobody_comes_to_are_found():
         makespan([unit((0, 1)), unit((0, 0))], 1, 0.25)
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["anyhow", "in_order"])
 @pytest.mark.parametrize("heads", [(32, 4), (32, 8), (28, 4)])
 @pytest.mark.parametrize("tokens", [4096, 8192, 16384, 32768])
-def test_units_end_together(tokens, heads):
+def test_units_end_together(tokens, heads, ordered):
     """Of one causal document, without turns: the kernel's units leave multiprocessors idle for 2 % at most."""
     lists = lower(whole_call(Layout.from_cu_seqlens([0, tokens]))).by_key
-    plan = plan_units(len(lists.items), lists.tiles, heads[1], heads[0] // heads[1], 132)
+    items, several = len(lists.items), (heads[1], heads[0] // heads[1], 132)
+    plan = plan_units_in_order(items, lists.tiles, *several) if ordered else plan_units(items, *several)
     some = list(units(lists, None, *heads, plan))
     work = sum(UNIT_COST + sum(unit.walk.costs) * len(unit.heads) for unit in some)
     assert makespan(some, 132, 0.0) <= 1.02 * work / 132

@@ -157,7 +157,7 @@ def test_gradients_that_are_written(
     if not cute.writes_gradients:
         pytest.skip("this backend only adds")
     if many:
-        monkeypatch.setattr("marble.kernels.cute.backward_config.WHOLE_UNITS", 0)
+        monkeypatch.setattr("marble.kernels.cute.backend.whole_units", lambda *_: True)
     if call == "dense":
         tiles: Work = Varlen.from_cu_seqlens(
             torch.tensor([0, 0, 300, 1001]), torch.tensor([0, 40, 40, 900]), Band.CAUSAL, BOTH
@@ -435,7 +435,8 @@ def test_units_of_some_heads(
     """Of the four of each key/value head, in order and anyhow."""
     from marble.kernels.cute.backward_config import Units
 
-    monkeypatch.setattr("marble.kernels.cute.backward.plan_units", lambda *_: Units(0, few, apart))
+    for name in ("plan_units", "plan_units_in_order"):
+        monkeypatch.setattr(f"marble.kernels.cute.backward.{name}", lambda *_: Units(0, few, apart))
     tiles = CROWDS["documents"]()
     x, work = inputs_of(tiles, (8, 2), head_dim, torch.bfloat16), move(tiles, "cuda")
     exact, rounded = (backward(REFERENCE, x, work, kind) for kind in (torch.float64, torch.bfloat16))
