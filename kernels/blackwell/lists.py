@@ -15,7 +15,8 @@ from torch import Tensor
 
 from marble.kernels.contract import Work
 from marble.kernels.cute import worklist
-from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList
+from marble.kernels.cute.predicates import BLOCK
+from marble.kernels.cute.worklist import NOWHERE, WorkList
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +138,7 @@ def _sparse(work: WorkList) -> SparseCall:
             "tiles: two key blocks of a call hold the same rows; kernels for Blackwell would take one for the other"
         )
     table = torch.zeros(len(queries), len(keys), dtype=torch.int32, device=row.device)
-    table[partial] = slot.int()
+    table[partial] = torch.where(slot < len(work.ranges), slot, ~(slot - len(work.ranges))).int()
     touches = torch.zeros(len(queries), dtype=torch.int32, device=row.device)
     touches[outer] = touch.int()
     sizes = len(queries), len(keys)
@@ -145,7 +146,9 @@ def _sparse(work: WorkList) -> SparseCall:
         Lists(*_ragged(partial[a], partial[b], sizes[a]), *_ragged(whole[a], whole[b], sizes[a]))
         for a, b in ((0, 1), (1, 0))
     )
-    return SparseCall(queries, keys, touches, by_query, by_key, table, _some(work.ranges), _some(work.bits))
+    return SparseCall(
+        queries, keys, touches, by_query, by_key, table, _some(_dense(work.ranges)), _some(_dense(work.bits))
+    )
 
 
 def _entries(first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,3 +184,9 @@ def _ragged(owner: Tensor, number: Tensor, blocks: int) -> tuple[Tensor, Tensor]
 def _some(slots: Tensor) -> Tensor:
     """Slots with one more if there is none: rows behind the end of a call look one up, and what they get is dropped."""
     return slots if len(slots) else slots.new_zeros(1, *slots.shape[1:])
+
+
+def _dense(table: Tensor) -> Tensor:
+    """``table`` with the strides of a fresh tensor, which `Tensor.contiguous` does not promise for sizes 0 and 1."""
+    fresh = torch.empty_like(table, memory_format=torch.contiguous_format)
+    return table if table.stride() == fresh.stride() else fresh.copy_(table)

@@ -13,7 +13,7 @@ from quack import sm90_utils
 from quack.cute_dsl_utils import mlir_namedtuple
 
 from marble.kernels.cute.binding import GROUP
-from marble.kernels.cute.worklist import BLOCK
+from marble.kernels.cute.predicates import BLOCK
 
 LSE_AHEAD = 4
 """Quads of columns whose log-sum-exp a math thread loads before it issues products: behind S, dP and dQ, which take all

@@ -46,13 +46,13 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32, const_expr, cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int16, Int32, Uint16, Uint32, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import Agent, CooperativeGroup
 from flash_attn.cute import pipeline, utils
 from quack import copy_utils, layout_utils, sm90_utils
 
-from marble.kernels.cute import masking, serving
+from marble.kernels.cute import serving
 from marble.kernels.cute.backward_config import (
     LSE_AHEAD,
     UNIT_SLOTS,
@@ -75,8 +75,9 @@ from marble.kernels.cute.backward_sums import RegisterSums
 from marble.kernels.cute.binding import GROUP, Lists, fitting
 from marble.kernels.cute.intrinsics import load_counter, math_thread, store_pair
 from marble.kernels.cute.ordering import arrive_behind, complete
+from marble.kernels.cute.predicates import BLOCK, THREADS
 from marble.kernels.cute.units import fetch, unit_at
-from marble.kernels.cute.worklist import BLOCK, FULL_TILE
+from marble.kernels.cute.worklist import FULL_TILE
 
 LOG2_E = 1.4426950408889634
 
@@ -534,17 +535,16 @@ class BackwardSm90(RegisterSums):
 
     @cute.jit
     def _write_row(self, lists: Lists, shared: Shared, tile: Tile, stage: Int32, row: Int32) -> None:
-        """The bits of a row of the unit's block.
-
-        `masking.row_bits` gives 32 columns of a block in each word: half a block's columns are half a word's bits.
-        """
-        target = shared.mask_rows
-        bits = masking.row_bits(lists.ranges, lists.bits, tile.slot, row)
-        thread = row // 16 * 32 + row % 8 * 4
-        for t in cutlass.range_constexpr(4):
-            own = bits[t]
-            if const_expr(self.config.halves == 2):
-                own = own >> 16 * tile.half
+        """The bits of a row of the unit's block: of half of the columns, or both halves in one word."""
+        target, bits = shared.mask_rows, cute.make_rmem_tensor((THREADS, 2), Int16)
+        thread, halves = row // 16 * 32 + row % 8 * 4, const_expr(3 - self.config.halves)
+        for half in cutlass.range_constexpr(halves):
+            own_half = tile.half if const_expr(halves == 1) else half
+            cute.autovec_copy(lists.predicates[(2 * tile.slot + own_half) * BLOCK + row, None], bits[None, half])
+        for t in cutlass.range_constexpr(THREADS):
+            own = Uint32(Uint16(bits[t, 0]))
+            if const_expr(halves == 2):
+                own |= Uint32(Uint16(bits[t, 1])) << 16
             target[row // 8 % 2, thread + t, stage] = target.element_type(own)
 
     # dQ warp ---------------------------------------------------------------------------------------------------------

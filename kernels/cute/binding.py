@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import BFloat16, Float16, Int32, cute
+from cutlass import BFloat16, Float16, Int16, Int32, cute
 from quack.compile_utils import make_fake_stream, make_fake_tensor
 from quack.cute_dsl_utils import mlir_namedtuple
 from torch import Tensor
 
+from marble.kernels.cute.predicates import THREADS
 from marble.kernels.cute.worklist import WorkList
 
 ELEMENTS = {torch.float16: Float16, torch.bfloat16: BFloat16}
@@ -42,21 +43,22 @@ class Lists(NamedTuple):
     sections: cute.Tensor
     parts: cute.Tensor
     runs: cute.Tensor
-    ranges: cute.Tensor
-    bits: cute.Tensor
+    predicates: cute.Tensor
+    """[rows of both halves of all predicates, threads of a row]"""
     order: Tickets | None = None
     """If sums have an order."""
 
 
 def lists_of(work: WorkList, order: Tickets | None = None) -> Any:
     """The lists to call a kernel with."""
-    return Lists(work.items, work.sections, work.parts, work.runs, work.ranges, work.bits, order)
+    return Lists(work.items, work.sections, work.parts, work.runs, work.predicates.flatten(0, 2), order)
 
 
 def fake_lists(deterministic: bool = False, parts: bool = False) -> Any:
     """Lists of unknown lengths, with an order of sums if there is one; or those of a `PartList`."""
-    tables = ((8,), (2,), (4,), (3 if parts else 2,), (128,), (128, 4))
-    lists = Lists(*(fake(Int32, cute.sym_int(), *shape, aligned=shape[0] % 4 == 0) for shape in tables))
+    columns = (8, 2, 2, 3) if parts else (8, 2, 4, 2)
+    tables = [fake(Int32, cute.sym_int(), width, aligned=width % 4 == 0) for width in columns]
+    lists = Lists(*tables, fake(Int16, cute.sym_int(), THREADS))
     if deterministic:
         shapes = (2, 3, cute.sym_int(), cute.sym_int())
         order = Tickets(*(fake(Int32, cute.sym_int(), columns, aligned=False) for columns in shapes))

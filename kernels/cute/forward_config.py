@@ -32,9 +32,6 @@ second warpgroup computes the 64 rows behind the first one's; and whether the se
 FIELDS = 16
 """Room for that."""
 
-MASK_WARPS = 2
-"""Each for the rows of one computing warpgroup."""
-
 BEHIND = 1
 """The named barrier at which the second computing warpgroup waits until the first one has weighed a tile."""
 
@@ -52,6 +49,7 @@ class ForwardConfig:
         q_columns: columns of the query tile that live in registers; the rest stays in shared memory.
         k_stages: key tiles in flight.
         v_stages: value tiles in flight.
+        bits_stages: predicates in flight.
         pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
             next is computed.
         late: whether a tile's exponentials run beside the product before it, and the accumulator is rescaled behind.
@@ -64,6 +62,7 @@ class ForwardConfig:
     q_columns: int
     k_stages: int
     v_stages: int
+    bits_stages: int
     pieces: int
     late: bool = False
     load_registers: int = 24
@@ -90,9 +89,13 @@ class ForwardConfig:
 
 
 CONFIGS = {
-    64: ForwardConfig(64, 128, 64, k_stages=4, v_stages=4, pieces=2, load_registers=40, math_registers=232),
-    128: ForwardConfig(128, 128, 128, k_stages=3, v_stages=2, pieces=1, load_registers=40, math_registers=232),
-    256: ForwardConfig(256, 64, 128, k_stages=2, v_stages=2, pieces=1, late=True),
+    64: ForwardConfig(
+        64, 128, 64, k_stages=4, v_stages=4, bits_stages=2, pieces=2, load_registers=40, math_registers=232
+    ),
+    128: ForwardConfig(
+        128, 128, 128, k_stages=3, v_stages=2, bits_stages=1, pieces=1, load_registers=40, math_registers=232
+    ),
+    256: ForwardConfig(256, 64, 128, k_stages=2, v_stages=2, bits_stages=2, pieces=1, late=True),
 }
 
 
@@ -106,8 +109,8 @@ class Carried(NamedTuple):
 
 class Shared(NamedTuple):
     """Views of shared memory. Outputs pass through ``out`` [rows, columns written at a time, stage], which is the place
-    of the ``rest`` of their query tile, if it has one. ``bits`` holds the predicate of a partial tile, ``unit`` the
-    fields of the last units, in turn."""
+    of the ``rest`` of their query tile, if it has one. ``bits`` holds the predicates of the key tiles that are partial
+    [threads of a row, rows, parts, stage], ``unit`` the fields of the last units, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -121,18 +124,18 @@ class Shared(NamedTuple):
 class Pipes(NamedTuple):
     """Who waits for what.
 
-    ``unit``: the dealing warp waits until the computing and the mask warps have done with a unit, then puts another in
-    its place; the loading and the mask warps wait for that. A unit without tiles says stop.
+    ``unit``: the dealing warp waits until the computing and the predicate warps have done with a unit, then puts
+    another in its place; they and the loading warp wait for that. A unit without tiles says stop.
     ``q``, ``rest``, ``k``, ``v``: the dealing warp (of a query tile what will live in registers, and the rest) or the
     loading warp waits until all eight computing warps have released a stage, then fills it; they wait until its bytes
     have arrived. A key stage is released when its scores are complete, a query tile when it has been read into
     registers, and the rest of it when the unit's output, which passes through its place, has been read from there.
     Every unit comes with its query tile, except the one that says stop.
-    ``bits``: the mask warps wait until all eight computing warps have read the predicate of the last partial tile.
+    ``bits``: the same between them and the predicate warp.
     """
 
     unit: pipeline.PipelineAsync
-    bits: pipeline.PipelineAsync
+    bits: fa_pipeline.PipelineTmaAsync
     q: fa_pipeline.PipelineTmaAsync
     rest: fa_pipeline.PipelineTmaAsync | None
     k: fa_pipeline.PipelineTmaAsync

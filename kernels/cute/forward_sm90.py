@@ -2,8 +2,8 @@
 
 One thread block stays on each multiprocessor and takes one unit of work after the other: half a query block with two
 heads, or a query block with one (`marble.kernels.cute.parts`). Of the first warpgroup one warp deals, asking for units
-and loading their query tiles ahead of time, one loads keys and values, and two turn the predicates of partial tiles
-into bits; two warpgroups compute 64 query rows each and never look anything up.
+and loading their query tiles ahead of time, one loads keys and values, and one the predicates of partial tiles; two
+warpgroups compute 64 query rows each and never look anything up.
 
 Sources: FlashAttention-3 (Shah et al., 2024) for the overlap of softmax and matrix products inside and between
 warpgroups; MARBLE, section 03 (Luma AI, October 2026) for the online kernel. Built on the helpers of flash-attn-4 and
@@ -15,10 +15,11 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.pipeline import pipeline_init_arrive, pipeline_init_wait
 from cutlass.utils import LayoutEnum
+from flash_attn.cute import copy_utils as fa_copy_utils
 from flash_attn.cute import pipeline as fa_pipeline
 from flash_attn.cute import utils as fa_utils
 from quack import copy_utils, layout_utils, sm90_utils
@@ -36,7 +37,6 @@ from marble.kernels.cute.forward_config import (
     HEAD,
     KV_HEAD,
     LONG,
-    MASK_WARPS,
     OUT_COLUMNS,
     OUT_ROWS,
     PAIRED,
@@ -56,9 +56,10 @@ from marble.kernels.cute.forward_config import (
 )
 from marble.kernels.cute.ordering import afresh, arrive_behind, complete, prefetch, store_if
 from marble.kernels.cute.parts import PART
+from marble.kernels.cute.predicates import BLOCK, THREADS
 from marble.kernels.cute.softmax import OnlineSoftmax, scale_rows
 from marble.kernels.cute.units import fetch, unit_at
-from marble.kernels.cute.worklist import BLOCK, NOWHERE
+from marble.kernels.cute.worklist import NOWHERE
 
 
 class ForwardSm90:
@@ -102,6 +103,7 @@ class ForwardSm90:
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
         layout_q, layout_k, layout_v = layout(query_tile, 1), layout(key_tile, k_stages), layout(key_tile, v_stages)
         layout_out = layout(out_tile, self.out_stages)
+        layout_bits = self.layout_bits()
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -128,13 +130,13 @@ class ForwardSm90:
         @cute.struct
         class Storage:
             unit_bars: cute.struct.MemRange[Int64, 2 * PLACES]
-            bits_bars: cute.struct.MemRange[Int64, 2]
+            bits_bars: cute.struct.MemRange[Int64, 2 * self.config.bits_stages]
             q_bars: cute.struct.MemRange[Int64, 2]
             rest_bars: cute.struct.MemRange[Int64, 2 * self.out_stages]
             k_bars: cute.struct.MemRange[Int64, 2 * k_stages]
             v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
-            bits: cute.struct.Align[cute.struct.MemRange[Uint32, 4 * BLOCK], 128]
+            bits: cute.struct.Align[cute.struct.MemRange[Uint16, cute.cosize(layout_bits)], 128]
             q: q_struct
             out: out_struct
             k: k_struct
@@ -185,12 +187,10 @@ class ForwardSm90:
             storage.v.get_tensor(layout_v.outer, swizzle=layout_v.inner),
             None if self.whole_q else out,
             out,
-            storage.bits.get_tensor(cute.make_layout((4, BLOCK))),
+            storage.bits.get_tensor(self.layout_bits()),
             storage.unit.get_tensor(cute.make_layout((FIELDS, PLACES))),
         )
-        one, masking_warps, computing_warps, both = (
-            pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, MASK_WARPS, 8, 8 + MASK_WARPS)
-        )
+        one, computing_warps, and_predicates = (pipeline.CooperativeGroup(pipeline.Agent.Thread, n) for n in (1, 8, 9))
         words = partial(pipeline.PipelineAsync.create, defer_sync=True)
         tiles = partial(
             fa_pipeline.PipelineTmaAsync.create,
@@ -201,6 +201,7 @@ class ForwardSm90:
         query_bytes, rest_bytes, keys_bytes = (
             cute.size_in_bytes(self.dtype, cute.select(x, mode=[0, 1])) for x in (layout_q, layout_out, layout_k)
         )
+        bits_bytes = cute.size_in_bytes(Uint16, cute.select(self.layout_bits(), mode=[0, 1, 2]))
         pipe_rest = None
         if const_expr(not self.whole_q):
             pipe_rest = tiles(
@@ -213,13 +214,12 @@ class ForwardSm90:
                 barrier_storage=storage.unit_bars.data_ptr(),
                 num_stages=PLACES,
                 producer_group=one,
-                consumer_group=both,
+                consumer_group=and_predicates,
             ),
-            words(
+            tiles(
                 barrier_storage=storage.bits_bars.data_ptr(),
-                num_stages=1,
-                producer_group=masking_warps,
-                consumer_group=computing_warps,
+                num_stages=self.config.bits_stages,
+                tx_count=bits_bytes,
             ),
             tiles(barrier_storage=storage.q_bars.data_ptr(), num_stages=1, tx_count=query_bytes),
             pipe_rest,
@@ -235,11 +235,15 @@ class ForwardSm90:
                 self.load(tmas, atoms, shared, pipes, lists)
             if warp == 1:
                 self.deal(tmas, atoms, shared, pipes, lists, strips, counter, carried.acc)
-            if warp >= 2:
-                self.mask(shared, pipes, lists, warp - 2)
+            if warp == 2:
+                self.load_predicates(shared, pipes, lists)
         else:
             cute.arch.setmaxregister_increase(self.config.math_registers)
             self.compute(mmas, shared, pipes, (atoms[3], tmas[3], mO), mLSE, carried, scale_log2)
+
+    def layout_bits(self):
+        """Of predicates in shared memory: [threads of a row, rows of both warpgroups, parts, stage]."""
+        return cute.make_layout((THREADS, BLOCK, self.together, self.config.bits_stages))
 
     # The dealing warp
 
@@ -413,55 +417,33 @@ class ForwardSm90:
             state.advance()
         return state
 
-    # The mask warps
+    # The predicate warp
 
     @cute.jit
-    def mask(self, shared, pipes, lists, half):
-        """Write the bits of a ``half`` of the rows of each partial tile."""
+    def load_predicates(self, shared, pipes, lists):
+        """The predicate of each partial tile, a tile ahead; of half a tile the other half is anything."""
         unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-        together = self.together
-        write = partial(self.write_bits, shared, pipes.bits, lists, half)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.bits_stages)
+        together, lane_first = self.together, Int32(0)
         next_unit = partial(self.await_unit, shared, pipes, (FIRST_PART, PARTS, FULL, PAIRED))
-        first, parts, full, paired = next_unit(unit)
+        part, parts, full, paired = next_unit(unit)
         while parts + full > 0:
-            lane_slot, lane_quarter = Int32(0), Int32(0)
-            for i in cutlass.range(parts // together, unroll=1):
-                at = together * i
+            for at in cutlass.range(0, parts, together, unroll=1):
                 if at % 32 == 0:
-                    lane_slot, lane_quarter = (self.parts_from(lists.parts, first + at, parts - at, x) for x in (1, 3))
-                state = write(paired, lane_slot, lane_quarter, at % 32, state, together)
-            if parts % together != 0:
-                lane_slot, lane_quarter = (self.parts_from(lists.parts, first + parts - 1, 1, x) for x in (1, 3))
-                state = write(paired, lane_slot, lane_quarter, 0, state, 1)
+                    lane_first = self.parts_from(lists.parts, part + at, parts - at, 1)
+                pipes.bits.producer_acquire(state)
+                for j in cutlass.range_constexpr(together):
+                    first = cute.arch.shuffle_sync(lane_first, at % 32 + j)
+                    for which in cutlass.range_constexpr(2):
+                        source = fa_utils.elem_pointer(lists.predicates, (first + STRIP * which * (1 - paired), 0))
+                        target = fa_utils.elem_pointer(shared.bits, (0, STRIP * which, j, state.index))
+                        barrier = pipes.bits.producer_get_barrier(state)
+                        with cute.arch.elect_one():
+                            fa_copy_utils.cpasync_bulk_g2s(source, target, barrier, STRIP * THREADS * 2)
+                state.advance()
             release(pipes.unit, unit)
             unit.advance()
-            first, parts, full, paired = next_unit(unit)
-
-    @cute.jit
-    def write_bits(
-        self, shared, pipe, lists, half, paired, lane_slot, lane_quarter, lane, state, count: cutlass.Constexpr
-    ):
-        """The bits of a half of the rows of a tile of ``count`` parts, which lanes hold from ``lane`` on."""
-        own = [STRIP * half + cute.arch.lane_idx() + 32 * k for k in range(2)]
-        bits = cute.make_rmem_tensor((4, 2), Uint32)
-        for j in cutlass.range_constexpr(count):
-            slot, quarter = (cute.arch.shuffle_sync(x, lane + j) for x in (lane_slot, lane_quarter))
-            up = STRIP * ((quarter >> 1) - half * paired)
-            for k in cutlass.range_constexpr(2):
-                row = masking.row_bits(lists.ranges, lists.bits, slot, own[k] + up)
-                for t in cutlass.range_constexpr(4):
-                    # A part has half of the columns of a predicate, and of a word's bits.
-                    word = row[t] >> Uint32(16 * (quarter & 1))
-                    bits[t, k] = word if const_expr(j == 0) else bits[t, k] & Uint32(0xFFFF) | word << 16
-        pipe.producer_acquire(state)
-        for k in cutlass.range_constexpr(2):
-            cute.autovec_copy(bits[None, k], shared.bits[None, own[k]])
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            pipe.producer_commit(state)
-        state.advance()
-        return state
+            part, parts, full, paired = next_unit(unit)
 
     # The computing warpgroups
 
@@ -503,16 +485,18 @@ class ForwardSm90:
         acc_S = cute.make_rmem_tensor(wg_qk.partition_shape_C((STRIP, keys)), Float32)
         scores = partial(start_scores, acc_S, products, fragment_k)
         weigh = partial(add_product, mma_pv, acc_O, fragment_p, fragment_v)
-        step = partial(self.step, scores, weigh, tools, acc_S)
+        step = partial(self.step, scores, weigh, tools, acc_S, self.together)
         if const_expr(self.together > 1):
             half_S = cute.make_tensor(acc_S.iterator, wg_part.partition_shape_C((STRIP, PART)))
             own_k = cute.local_tile(shared.k, (PART, self.head_dim, self.config.k_stages), (0, 0, 0))
             half_k = wg_part.make_fragment_B(wg_part.partition_B(own_k))
             half_products = [(mma_part, fragment_q, k) for k in range(self.config.q_columns // 16)]
-            half_step = partial(self.step, partial(start_scores, half_S, half_products, half_k), weigh, tools, half_S)
+            half_scores = partial(start_scores, half_S, half_products, half_k)
+            half_step = partial(self.step, half_scores, weigh, tools, half_S, 1)
 
         state_of = partial(pipeline.make_pipeline_state, pipeline.PipelineUserType.Consumer)
-        unit, bits, q_state, rest_state = state_of(PLACES), state_of(1), state_of(1), state_of(self.out_stages)
+        unit, q_state, rest_state = state_of(PLACES), state_of(1), state_of(self.out_stages)
+        bits = state_of(self.config.bits_stages)
         k_state, v_state = state_of(self.config.k_stages), state_of(self.config.v_stages)
         pipes.q.consumer_wait(q_state)
         self.take_query(tools)
@@ -532,7 +516,7 @@ class ForwardSm90:
             if shared.unit[APART, unit.index] & which != 0:
                 cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * GROUP)
             if partials > 0:
-                own, bits = self.take_bits(tools, bits)
+                own, bits = self.take_bits(tools, bits, self.together)
                 masking.apply(acc_S, own)
             softmax.compare(acc_S)
             softmax.lead()
@@ -586,7 +570,20 @@ class ForwardSm90:
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory outlives its readers
 
     @cute.jit
-    def step(self, scores, weigh, tools, acc_S, k_state, v_state, rest_state, bits, begun, masked: cutlass.Constexpr):
+    def step(
+        self,
+        scores,
+        weigh,
+        tools,
+        acc_S,
+        parts: cutlass.Constexpr,
+        k_state,
+        v_state,
+        rest_state,
+        bits,
+        begun,
+        masked: cutlass.Constexpr,
+    ):
         """Scores and softmax of the next tile while the values of this one are weighed, which overwrite the accumulator
         if it has not ``begun``. The next tile can be half a one: weights of the one before are left beside its own, for
         values that were loaded from nowhere and are 0."""
@@ -596,7 +593,7 @@ class ForwardSm90:
         pipes.v.consumer_wait(v_state, pipes.v.consumer_try_wait(v_state))
         weigh(v_state.index, begun)
         if const_expr(masked):
-            own, bits = self.take_bits(tools, bits)
+            own, bits = self.take_bits(tools, bits, parts)
         pieces = const_expr(cute.size(acc_S, mode=[2]))
         for piece in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(pieces - piece)
@@ -628,11 +625,11 @@ class ForwardSm90:
         return k_state, v_state, bits
 
     @cute.jit
-    def take_bits(self, tools, state):
-        """The bits of this thread's two rows of a partial tile."""
+    def take_bits(self, tools, state, parts: cutlass.Constexpr):
+        """The bits of this thread's two rows of a partial tile of so many parts."""
         tools.pipes.bits.consumer_wait(state)
         row = STRIP * tools.which + masking.row_of(tools.thread)
-        own = masking.own_bits(tools.shared.bits, row, tools.thread)
+        own = masking.own_bits(tools.shared.bits[None, None, None, state.index], row, tools.thread, parts)
         release_read(tools.pipes.bits, state, own)
         state.advance()
         return own, state

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, arranged, members, whole_quarters
+from marble.kernels.cute.predicates import BLOCK, EVERY, NONE, quarters
+from marble.kernels.cute.worklist import NOWHERE, WorkList, arranged, members
 
 PART = 64
 """Keys of a part, and query rows of a strip."""
+
+
+Index = TypeVar("Index", int, Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +36,11 @@ class PartList(WorkList):
             columns are the rows of a strip or block; the third and fourth its first partial part and how many there
             are. Full tiles are the kernel's, of one part or two.
         sections: the first item of a section is counted from the first one of its kind.
-        parts: int32 [partial parts, 4], (first key row, slot, 64, the quarter of the predicate with which the part
-            begins: 2 · half of the rows + half of the keys). The parts of a tile follow one another; if tiles have two
-            and the last has no other, it is computed last.
+        parts: int32 [partial parts, 2], (first key row, first row of its predicate among all rows of both halves of all
+            predicates). The parts of a tile follow one another; if tiles have two and the last has no other, it is
+            computed last.
         runs: int32 [runs, 3], (first key row of the first part, tiles, first key row of the second part): those of tile
             i are so many rows behind these as i tiles have keys.
-        ranges: two more rows than in the list that was cut: all columns, and none.
         tiles: of the list that was cut.
         strips: how many items are strips.
     """
@@ -80,10 +84,6 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     """``halves``: strips of a query block, 2, or 1 for the block as it is."""
     items, device = work.items.long(), work.items.device
     outer, height = len(items) * halves, BLOCK // halves
-    every_column, no_column = len(work.ranges), len(work.ranges) + 1
-    ranges = torch.nn.functional.pad(work.ranges, (0, 0, 0, 2))
-    ranges[every_column] = BLOCK << 8
-
     owner, partial, single_owner, single = _quarters(work, halves)
     pair_owner, pairs, left = _paired(single_owner, single, outer, together)
     run_item, run = members(items[:, 4], items[:, 5])
@@ -101,11 +101,10 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     wanted = torch.where((run_count == 0) & ((count > 0) | (touch > 0)), count.clamp(min=together), count)
     filled, _ = members(torch.zeros_like(wanted), wanted - count)
 
-    def without_predicate(rows: Tensor, slot: int) -> Tensor:
-        return torch.stack([rows, *(torch.full_like(rows, x) for x in (slot, PART, 0))], 1)
+    def uniform(rows: Tensor, slot: int) -> Tensor:
+        return torch.stack([rows, torch.full_like(rows, _first_row(len(work.predicates) + slot, 0, 0))], 1)
 
-    parts = [partial, without_predicate(single[left], every_column)]
-    parts.append(without_predicate(torch.full_like(filled, NOWHERE), no_column))
+    parts = [partial, uniform(single[left], EVERY), uniform(torch.full_like(filled, NOWHERE), NONE)]
     by_owner = torch.argsort(torch.cat([owner, single_owner[left], filled]), stable=True)
     runs_by_owner = torch.argsort(run_owner, stable=True)
     columns = (
@@ -120,8 +119,9 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     there = (columns[1] > 0) & ((wanted > 0) | (run_count > 0))
     section = work.sections[:, 0].long().repeat_interleave(halves)
     ((items, sections, _),) = arranged(tuple(x[there] for x in columns), section[there], [int(there.sum())], together)
-    tables = torch.cat(parts)[by_owner].int(), runs[runs_by_owner].int(), ranges, work.bits
-    return PartList(items, sections, *tables, work.tiles, strips=len(items) if halves == 2 else 0)
+    tables = torch.cat(parts)[by_owner].int(), runs[runs_by_owner].int()
+    same = work.predicates, work.ranges, work.bits, work.tiles
+    return PartList(items, sections, *tables, *same, strips=len(items) if halves == 2 else 0)
 
 
 def _quarters(work: WorkList, halves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,20 +129,24 @@ def _quarters(work: WorkList, halves: int) -> tuple[Tensor, Tensor, Tensor, Tens
     owner of each full part, and its first key row. An owner is a strip or block, numbered as the items are."""
     owner, tile = members(work.items[:, 2].long(), work.items[:, 3].long())
     tiles = work.parts[tile].long()
-    slot = torch.where(tiles[:, 1] >= 0, tiles[:, 1], len(work.ranges) + ~tiles[:, 1])
+    whole = 15 & ~quarters(work.predicates != -1)
     some, every = (
-        (quarters[:, None] >> torch.arange(4, device=tiles.device) & 1).view(-1, 2, 2)
-        for quarters in (tiles[:, 3], whole_quarters(work.ranges, work.bits)[slot])
+        (each[:, None] >> torch.arange(4, device=tiles.device) & 1).view(-1, 2, 2)
+        for each in (tiles[:, 3], whole[tiles[:, 1]])
     )
     if halves == 1:
         some, every = some.amax(1, keepdim=True), every.amin(1, keepdim=True)
     found: list[Tensor] = []
     for which in (some > every, every):
         tile, row_half, key_half = which.nonzero(as_tuple=True)
-        own = tiles[tile, 0] + PART * key_half
-        fields = (own, tiles[tile, 1], torch.full_like(own, PART), 2 * row_half + key_half)
+        fields = (tiles[tile, 0] + PART * key_half, _first_row(tiles[tile, 1], key_half, row_half))
         found += [owner[tile] * halves + row_half, torch.stack(fields, 1)]
     return found[0], found[1], found[2], found[3][:, 0]
+
+
+def _first_row(slot: Index, key_half: Index, row_half: Index) -> Index:
+    """Where a quarter of a predicate begins among the rows of a table."""
+    return (2 * slot + key_half) * BLOCK + PART * row_half
 
 
 def _paired(owner: Tensor, row: Tensor, owners: int, together: int) -> tuple[Tensor, Tensor, Tensor]:

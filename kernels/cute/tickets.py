@@ -18,13 +18,14 @@ handovers. Where they are most of those that add to a block, its tiles share a t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from marble.kernels.cute.worklist import BLOCK, FULL_TILE, PARTIAL_COST, WorkList, members
+from marble.kernels.cute.predicates import BLOCK
+from marble.kernels.cute.worklist import FULL_TILE, PARTIAL_COST, WorkList, members
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,7 @@ def _order(work: WorkList, halves: int) -> Ordered:
     count = torch.bincount(owner, minlength=items)
     fields = work.items[by_place].clone()
     fields[:, 2], fields[:, 3], fields[:, 4:7] = count.cumsum(0) - count, count, 0
-    lists = WorkList(fields, work.sections, entries.int(), work.runs[:0].clone(), work.ranges, work.bits, work.tiles)
+    lists = replace(work, items=fields, parts=entries.int(), runs=work.runs[:0].clone())
     first, block = _query_blocks(entries)
     half, queued = torch.arange(halves, device=device), _queued(owner, block)
     number = torch.where(queued[block, None], block[:, None] * halves, block[:, None] * halves + half).flatten()

@@ -10,7 +10,7 @@ blocks and in each section the longest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from marble.kernels.contract import Band, TileList, Tiles, Varlen, Work
-
-BLOCK = 128
-"""Rows of a whole block in every kernel of this backend."""
+from marble.kernels.cute.predicates import BLOCK, packed, quarters
 
 PARTIAL_COST = 1.1
 """A partial tile's time over a full one's, for the order of the work."""
@@ -43,11 +41,12 @@ class WorkList:
             partial tiles, first run, runs, full tiles (of all its runs), touch. Section by section, and in each the
             most tiles first.
         sections: int32 [items, 2], the first item and the number of items of the section that each item is in.
-        parts: int32 [partial tiles, 4], (first inner row, slot as in `TileList.parts`, inner rows, quarters that have
-            pairs: bit 2 · outer half + inner half).
+        parts: int32 [partial tiles, 4], (first inner row, slot, inner rows, quarters that have pairs: bit 2 · outer
+            half + inner half).
         runs: int32 [runs, 2], (first inner row, full tiles): tile i begins at inner row first + 128 i.
-        ranges: int32 [slots, 128] as in `TileList.ranges`.
-        bits: int32 [slots, 128, 4] as in `TileList.bits`.
+        predicates: int16 [slots, 2, 128, 4], see `marble.kernels.cute.predicates.packed`; lists that were lowered
+            together may share it.
+        ranges, bits: as in `TileList`, what was packed: the first slots, and those behind them.
         tiles: how many tiles all items have.
     """
 
@@ -55,6 +54,7 @@ class WorkList:
     sections: Tensor
     parts: Tensor
     runs: Tensor
+    predicates: Tensor
     ranges: Tensor
     bits: Tensor
     tiles: int
@@ -166,49 +166,28 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
         torch.cat([side.touch for side in sides]),
     )
     in_order = arranged(columns, section, [x.outer for x in lists])
-    ranges, bits = [len(x.ranges) for x in lists], [len(x.bits) for x in lists]
-    numbers = [len(x.parts) for x in lists]
-    ranges_before, bits_before = (
-        spread(list(accumulate(sizes, initial=first))[:-1], numbers)
-        for sizes, first in ((ranges, 0), (bits, sum(ranges)))
-    )
+    numbers, tables = [len(x.parts) for x in lists], _tables(lists)
+    distinct = list(dict.fromkeys(tables))
+    before = dict(zip(distinct, accumulate(map(len, distinct), initial=0), strict=False))
     slot = parts[:, 1]
-    quarters = _quarters(torch.cat([x.ranges for x in lists]), torch.cat([x.bits for x in lists]))[
-        torch.where(slot >= 0, slot + ranges_before, ~slot + bits_before)
-    ]
-    resolved = torch.stack([chosen[:, 0], slot, chosen[:, 1], quarters], 1).int()
+    slot = torch.where(slot >= 0, slot, spread([len(x.ranges) for x in lists], numbers) + ~slot)
+    some = torch.cat([quarters(table != 0) for table in distinct])
+    quarters_of = some[slot + spread([before[table] for table in tables], numbers)]
+    resolved = torch.stack([chosen[:, 0], slot, chosen[:, 1], quarters_of], 1).int()
     ran = torch.stack([row, blocks], 1).int()
     return [
-        WorkList(items, sections, resolved, ran, _dense(x.ranges), _dense(x.bits), tiles)
-        for (items, sections, tiles), x in zip(in_order, lists, strict=True)
+        WorkList(items, sections, resolved, ran, table, x.ranges, x.bits, tiles)
+        for (items, sections, tiles), table, x in zip(in_order, tables, lists, strict=True)
     ]
 
 
-def whole_quarters(ranges: Tensor, bits: Tensor) -> Tensor:
-    """Which quarters of predicates have all pairs, each row of a quarter in one of its ranges; else as `_quarters`."""
-    inner_halves = _inner_halves(ranges, lambda first, last, start, stop: (first <= start) & (last >= stop))
-    every = torch.cat([inner_halves, (bits == -1).unflatten(2, (2, 2)).all(3)])
-    return _packed(every.unflatten(1, (2, BLOCK // 2)).all(2))
-
-
-def _quarters(ranges: Tensor, bits: Tensor) -> Tensor:
-    """Which quarters of predicates have pairs, as in `WorkList.parts`: int64 [ranges, then bits]."""
-    inner_halves = _inner_halves(ranges, lambda first, last, start, stop: first.clamp(min=start) < last.clamp(max=stop))
-    some = torch.cat([inner_halves, (bits != 0).unflatten(2, (2, 2)).any(3)])
-    return _packed(some.unflatten(1, (2, BLOCK // 2)).any(2))
-
-
-def _inner_halves(ranges: Tensor, passes: Callable[[Tensor, Tensor, int, int], Tensor]) -> Tensor:
-    """Of each predicate and row, whether one of its two ranges (first column, one past the last) ``passes`` for each
-    inner half (first column, one past the last): bool [slots, outer rows, 2]."""
-    limits = [(ranges >> shift & 255, ranges >> shift + 8 & 255) for shift in (0, 16)]
-    halves = (0, BLOCK // 2), (BLOCK // 2, BLOCK)
-    return torch.stack([passes(*limits[0], *half) | passes(*limits[1], *half) for half in halves], 2)
-
-
-def _packed(quarters: Tensor) -> Tensor:
-    """bool [slots, outer half, inner half] as bits."""
-    return (quarters.flatten(1).long() << torch.arange(4, device=quarters.device)).sum(1)
+def _tables(lists: Sequence[TileList]) -> list[Tensor]:
+    """The packed predicates of each list; those that share theirs share the table."""
+    known: dict[tuple[int, int], Tensor] = {}
+    for x in lists:
+        if (id(x.ranges), id(x.bits)) not in known:
+            known[id(x.ranges), id(x.bits)] = packed(x.ranges, x.bits)
+    return [known[id(x.ranges), id(x.bits)] for x in lists]
 
 
 def members(first: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,12 +216,6 @@ def _sections(owner: Tensor, first: Tensor, last: Tensor, blocks: int) -> Tensor
     longer = (high - low)[1:].maximum((high - low)[:-1])
     section[some[1:]] = (2 * common < longer).cumsum(0)
     return section
-
-
-def _dense(table: Tensor) -> Tensor:
-    """``table`` with the strides of a fresh tensor, which `Tensor.contiguous` does not promise for sizes 0 and 1."""
-    fresh = torch.empty_like(table, memory_format=torch.contiguous_format)
-    return table if table.stride() == fresh.stride() else fresh.copy_(table)
 
 
 def arranged(
@@ -393,6 +366,7 @@ def _band_list(
     run_ptr = torch.nn.functional.pad(some.long().cumsum(0), (1, 0))
     columns = (outer.row, outer.rows, part_ptr[:-1], part_ptr.diff(), run_ptr[:-1], run_ptr.diff(), full, touch)
     nothing = torch.zeros(0, BLOCK, 4, dtype=torch.int32, device=device)
-    parts = torch.stack([inner_row[chosen], slot, inner_rows[chosen], _quarters(words, nothing)[slot]], 1).int()
+    predicates = packed(words, nothing)
+    parts = torch.stack([inner_row[chosen], slot, inner_rows[chosen], quarters(predicates != 0)[slot]], 1).int()
     ((items, sections, tiles),) = arranged(columns, sequence, [len(sequence)])
-    return WorkList(items, sections, parts, runs, words, nothing, tiles)
+    return WorkList(items, sections, parts, runs, predicates, words, nothing, tiles)

@@ -8,26 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sequences import bounds_of
+from sequences import bounds_of, predicate
 from torch import Tensor
 
 from marble import Layout, Span
 from marble.kernels.contract import Band, Touch, Varlen
 from marble.kernels.cute.parts import PART, PartList, parts_of
-from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower
+from marble.kernels.cute.predicates import BLOCK, EVERY, NONE
+from marble.kernels.cute.worklist import NOWHERE, WorkList, lower
 from marble.mask.storage import Storage
 from marble.mask.tiles import StoredMask
 from marble.testing.layouts import whole_call
 from marble.workloads import WORKLOADS, build
-
-
-def predicate(work: WorkList, slot: int) -> Tensor:
-    """bool [128, 128]."""
-    if slot < 0:
-        return (work.bits[~slot].long().unsqueeze(2) >> torch.arange(32) & 1).flatten(1).bool()
-    columns, words = torch.arange(BLOCK), work.ranges[slot].long().unsqueeze(1)
-    lo0, hi0, lo1, hi1 = (words >> shift & 255 for shift in (0, 8, 16, 24))
-    return (columns >= lo0) & (columns < hi0) | (columns >= lo1) & (columns < hi1)
 
 
 def pairs(work: WorkList, rows: int, keys: int) -> Tensor:
@@ -36,7 +28,7 @@ def pairs(work: WorkList, rows: int, keys: int) -> Tensor:
     for row, _, part, parts, run, runs, _, _ in work.items.tolist():
         for first, slot, _, _ in work.parts[part : part + parts].tolist():
             if first != NOWHERE:
-                count[row : row + BLOCK, first : first + BLOCK] += predicate(work, slot)
+                count[row : row + BLOCK, first : first + BLOCK] += predicate(work.predicates, slot)
         for first, blocks in work.runs[run : run + runs].tolist():
             count[row : row + BLOCK, first : first + BLOCK * blocks] += 1
     return count[:rows, :keys]
@@ -75,16 +67,16 @@ def check(work: WorkList, rows: int, keys: int) -> None:
 def check_item(cut: PartList, item: Sequence[int], height: int, together: int, count: Tensor) -> None:
     """Adds the pairs of a strip or block to ``count``."""
     row, length, part, partial, run, runs, full, _ = item
-    every, none = len(cut.ranges) - 2, len(cut.ranges) - 1
+    every, none = (len(cut.predicates) + slot for slot in (EVERY, NONE))
     assert partial >= together or full > 0, "a whole tile comes first"
     own = cut.parts[part : part + partial].tolist()
-    kinds = [slot if slot in (every, none) else 0 for _, slot, _, _ in own]
+    kinds = [start // (2 * BLOCK) for _, start in own]
     assert kinds.count(every) < together, "full parts make full tiles"
     assert kinds.count(none) == 0 or (full == 0 and partial == together), "nothing is only there to fill the first tile"
-    for first, slot, size, quarter in own:
-        assert size == PART
-        top, left = PART * (quarter >> 1), PART * (quarter & 1)
-        pairs_of_part = predicate(cut, slot)[top : top + height, left : left + PART]
+    for (first, start), slot in zip(own, kinds, strict=True):
+        left, top = PART * (start // BLOCK % 2), start % BLOCK
+        assert top in (0, PART)
+        pairs_of_part = predicate(cut.predicates, slot)[top : top + height, left : left + PART]
         assert pairs_of_part.any() == (slot != none), "what has no pairs is left out"
         assert pairs_of_part.all() == (slot == every), "what has all pairs has no predicate"
         assert (first == NOWHERE) == (slot == none)

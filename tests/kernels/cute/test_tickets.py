@@ -18,8 +18,9 @@ import marble
 from marble import AttentionShape, Layout, Span
 from marble.kernels.contract import Band, Touch, Varlen
 from marble.kernels.cute.backward_config import Units
+from marble.kernels.cute.predicates import BLOCK
 from marble.kernels.cute.tickets import Ordered, ordered
-from marble.kernels.cute.worklist import BLOCK, FULL_TILE, WorkList, lower
+from marble.kernels.cute.worklist import FULL_TILE, WorkList, lower
 from marble.testing.layouts import whole_call
 from marble.workloads import WORKLOADS, build
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sequences import bounds_of
+from sequences import bounds_of, predicate
 from torch import Tensor
 
 from marble import Layout
 from marble.kernels.contract import Band, TileList, Tiles, Touch, Varlen
-from marble.kernels.cute.worklist import BLOCK, NOWHERE, WorkList, lower, lower_all
+from marble.kernels.cute.predicates import BLOCK
+from marble.kernels.cute.worklist import NOWHERE, WorkList, lower, lower_all
 from marble.kernels.predicates import covered
 from marble.testing.layouts import planned_storage, stored_mask, whole_call
 
@@ -19,16 +20,10 @@ from marble.testing.layouts import planned_storage, stored_mask, whole_call
 def pairs(work: WorkList, outer_rows: int, inner_rows: int) -> Tensor:
     """How often a work list computes each pair of rows, int32 [outer rows, inner rows]."""
     count = torch.zeros(outer_rows + BLOCK, inner_rows + BLOCK, dtype=torch.int32)
-    columns = torch.arange(BLOCK)
     for row, rows, part, parts, run, runs, full, _ in work.items.tolist():
         assert 0 < rows <= BLOCK
         for first, slot, _, quarters in work.parts[part : part + parts].tolist():
-            if slot >= 0:
-                words = work.ranges[slot].long().unsqueeze(1)
-                lo0, hi0, lo1, hi1 = (words >> shift & 255 for shift in (0, 8, 16, 24))
-                mask = (columns >= lo0) & (columns < hi0) | (columns >= lo1) & (columns < hi1)
-            else:
-                mask = (work.bits[~slot].long().unsqueeze(2) >> torch.arange(32) & 1).flatten(1).bool()
+            mask = predicate(work.predicates, slot)
             some = mask.unflatten(0, (2, -1)).unflatten(2, (2, -1)).any(3).any(1)
             assert [quarters >> i & 1 for i in range(4)] == some.flatten().tolist()
             if first == NOWHERE:
