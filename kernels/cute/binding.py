@@ -58,7 +58,8 @@ def fake_lists(deterministic: bool = False, parts: bool = False) -> Any:
     """Lists of unknown lengths, with an order of sums if there is one; or those of a `PartList`."""
     columns = (8, 2, 2, 3) if parts else (8, 2, 4, 2)
     tables = [fake(Int32, cute.sym_int(), width, aligned=width % 4 == 0) for width in columns]
-    lists = Lists(*tables, fake(Int16, cute.sym_int(), THREADS))
+    predicates = make_fake_tensor(Int16, (cute.sym_int(), THREADS), divisibility=THREADS)
+    lists = Lists(*tables, predicates)
     if deterministic:
         shapes = (2, 3, cute.sym_int(), cute.sym_int())
         order = Tickets(*(fake(Int32, cute.sym_int(), columns, aligned=False) for columns in shapes))
