@@ -49,9 +49,9 @@ class ForwardConfig:
         q_columns: columns of the query tile that live in registers; the rest stays in shared memory.
         k_stages: key tiles in flight.
         v_stages: value tiles in flight.
-        bits_stages: predicates in flight.
         pieces: the scores of a key tile are computed in so many pieces, 1 or 2: the maxima of one are taken while the
             next is computed.
+        bits_stages: predicates in flight.
         late: whether a tile's exponentials run beside the product before it, and the accumulator is rescaled behind.
         load_registers: of each thread of the loading warpgroup.
         math_registers: of each thread of the computing warpgroups.
@@ -62,8 +62,8 @@ class ForwardConfig:
     q_columns: int
     k_stages: int
     v_stages: int
-    bits_stages: int
     pieces: int
+    bits_stages: int = 2
     late: bool = False
     load_registers: int = 24
     math_registers: int = 240
@@ -89,13 +89,11 @@ class ForwardConfig:
 
 
 CONFIGS = {
-    64: ForwardConfig(
-        64, 128, 64, k_stages=4, v_stages=4, bits_stages=2, pieces=2, load_registers=40, math_registers=232
-    ),
+    64: ForwardConfig(64, 128, 64, k_stages=4, v_stages=4, pieces=2, load_registers=40, math_registers=232),
     128: ForwardConfig(
-        128, 128, 128, k_stages=3, v_stages=2, bits_stages=1, pieces=1, load_registers=40, math_registers=232
+        128, 128, 128, k_stages=3, v_stages=2, pieces=1, bits_stages=1, load_registers=40, math_registers=232
     ),
-    256: ForwardConfig(256, 64, 128, k_stages=2, v_stages=2, bits_stages=2, pieces=1, late=True),
+    256: ForwardConfig(256, 64, 128, k_stages=2, v_stages=2, pieces=1, late=True),
 }
 
 
@@ -109,8 +107,8 @@ class Carried(NamedTuple):
 
 class Shared(NamedTuple):
     """Views of shared memory. Outputs pass through ``out`` [rows, columns written at a time, stage], which is the place
-    of the ``rest`` of their query tile, if it has one. ``bits`` holds the predicates of the key tiles that are partial
-    [threads of a row, rows, parts, stage], ``unit`` the fields of the last units, in turn."""
+    of the ``rest`` of their query tile, if it has one. ``bits`` holds predicates [threads of a row, rows of both
+    warpgroups, parts, stage], ``unit`` the fields of the last units, in turn."""
 
     q: cute.Tensor
     k: cute.Tensor

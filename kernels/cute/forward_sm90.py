@@ -103,7 +103,6 @@ class ForwardSm90:
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
         layout_q, layout_k, layout_v = layout(query_tile, 1), layout(key_tile, k_stages), layout(key_tile, v_stages)
         layout_out = layout(out_tile, self.out_stages)
-        layout_bits = self.layout_bits()
         # [rows, heads, d] → [rows, d, heads]
         mQ, mK, mV, mO = (layout_utils.select(x, [0, 2, 1]) for x in (mQ, mK, mV, mO))
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -136,7 +135,7 @@ class ForwardSm90:
             k_bars: cute.struct.MemRange[Int64, 2 * k_stages]
             v_bars: cute.struct.MemRange[Int64, 2 * v_stages]
             unit: cute.struct.MemRange[Int32, FIELDS * PLACES]
-            bits: cute.struct.Align[cute.struct.MemRange[Uint16, cute.cosize(layout_bits)], 128]
+            bits: cute.struct.Align[cute.struct.MemRange[Uint16, cute.cosize(self.layout_bits())], 128]
             q: q_struct
             out: out_struct
             k: k_struct
@@ -421,7 +420,7 @@ class ForwardSm90:
 
     @cute.jit
     def load_predicates(self, shared, pipes, lists):
-        """The predicate of each partial tile, a tile ahead; of half a tile the other half is anything."""
+        """Start the loads of each partial tile's predicate, a tile ahead; of half a tile the other half is anything."""
         unit = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, PLACES)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.bits_stages)
         together, lane_first = self.together, Int32(0)

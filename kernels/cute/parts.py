@@ -119,9 +119,15 @@ def _parts_of(work: WorkList, halves: int, together: int) -> PartList:
     there = (columns[1] > 0) & ((wanted > 0) | (run_count > 0))
     section = work.sections[:, 0].long().repeat_interleave(halves)
     ((items, sections, _),) = arranged(tuple(x[there] for x in columns), section[there], [int(there.sum())], together)
-    tables = torch.cat(parts)[by_owner].int(), runs[runs_by_owner].int()
-    same = work.predicates, work.ranges, work.bits, work.tiles
-    return PartList(items, sections, *tables, *same, strips=len(items) if halves == 2 else 0)
+    return PartList(
+        items,
+        sections,
+        torch.cat(parts)[by_owner].int(),
+        runs[runs_by_owner].int(),
+        *(work.predicates, work.ranges, work.bits),
+        tiles=work.tiles,
+        strips=len(items) if halves == 2 else 0,
+    )
 
 
 def _quarters(work: WorkList, halves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

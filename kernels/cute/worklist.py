@@ -168,11 +168,11 @@ def _work_lists(sides: list[_Side]) -> list[WorkList]:
     in_order = arranged(columns, section, [x.outer for x in lists])
     numbers, tables = [len(x.parts) for x in lists], _tables(lists)
     distinct = list(dict.fromkeys(tables))
-    before = dict(zip(distinct, accumulate(map(len, distinct), initial=0), strict=False))
+    slots_before = dict(zip(distinct, accumulate(map(len, distinct), initial=0), strict=False))
     slot = parts[:, 1]
     slot = torch.where(slot >= 0, slot, spread([len(x.ranges) for x in lists], numbers) + ~slot)
     some = torch.cat([quarters(table != 0) for table in distinct])
-    quarters_of = some[slot + spread([before[table] for table in tables], numbers)]
+    quarters_of = some[slot + spread([slots_before[table] for table in tables], numbers)]
     resolved = torch.stack([chosen[:, 0], slot, chosen[:, 1], quarters_of], 1).int()
     ran = torch.stack([row, blocks], 1).int()
     return [
