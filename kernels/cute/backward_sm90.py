@@ -528,7 +528,8 @@ class BackwardSm90(RegisterSums):
         pipes.q.sync_object_empty.wait(stage, phase ^ 1)
         shared.partial[stage] = Int32(tile.slot != FULL_TILE)
         if tile.slot != FULL_TILE:
-            for part in cutlass.range(self.tile_n // 32, unroll=1):
+            # Unrolled, so that all loads are under way together; in a loop the deterministic kernel spills at d64.
+            for part in cutlass.range_constexpr(self.tile_n // 32):
                 row = cute.arch.lane_idx() + 32 * part
                 self._write_row(lists, shared, tile, stage, row)
         self._arrive(pipes.q.sync_object_full.get_barrier(stage))
