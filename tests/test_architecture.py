@@ -132,6 +132,7 @@ MAY_IMPORT = {
         "marble.kernels.blackwell",
         "marble.kernels.cute.binding",
         "marble.kernels.cute.delta",
+        "marble.kernels.cute.predicates",
         "marble.kernels.cute.worklist",
         "marble.kernels.triton",
     ),

@@ -7,65 +7,30 @@ from dataclasses import replace
 import pytest
 import torch
 from calls import BLOCK, CALLS, quartered
+from passes import (
+    BOTH,
+    REFERENCE,
+    Inputs,
+    backward,
+    deviation,
+    each_dim,
+    each_dtype,
+    each_heads,
+    error,
+    forward,
+    inputs_of,
+    on_gpu,
+)
 from torch import Tensor
 
-from marble import AttentionShape, Layout, Mode, Span
-from marble.kernels import launch
-from marble.kernels.contract import Backend, Band, State, Tiles, Touch, Varlen, Work, accumulation_dtype, move
-from marble.kernels.reference import ReferenceBackend
+from marble import AttentionShape, Layout, Span
+from marble.kernels.contract import Backend, Band, State, Touch, Varlen, Work, accumulation_dtype, move
 from marble.kernels.rounded import PerStepRounding
 from marble.testing.exactness import GATE, Problem, distributed, error_ratios, reference
 from marble.testing.layouts import planned_storage, stored_mask, whole_call
 from marble.workloads import WORKLOADS, build
 
-CHIPS = (launch.HOPPER, *launch.BLACKWELL)
-KNOWN = torch.cuda.is_available() and torch.cuda.get_device_capability() in CHIPS
-pytestmark = pytest.mark.skipif(not KNOWN, reason="needs a Hopper or Blackwell GPU")
-
-REFERENCE = ReferenceBackend()
-BOTH = Touch.FIRST | Touch.LAST
-each_dim = pytest.mark.parametrize("head_dim", [64, 128, 256])
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-each_heads = pytest.mark.parametrize("heads", [(2, 2), (4, 1), (6, 2)])
-
-
-@pytest.fixture
-def cute() -> Backend:
-    return launch.backend("cute")
-
-
-@pytest.fixture
-def in_order(cute: Backend) -> Backend:
-    """The backend with deterministic backward calls."""
-    if cute.name != "cute":
-        pytest.skip("needs a Hopper GPU")
-    from marble.kernels.cute.backend import CuteBackend
-
-    return CuteBackend(cute.multiprocessors, deterministic=True)  # type: ignore[attr-defined]
-
-
-@pytest.fixture(autouse=True)
-def fresh_data() -> None:
-    torch.manual_seed(seed := time.time_ns() % 2**31)
-    print(f"seed {seed}")
-
-
-class Inputs:
-    """Random inputs of a call. Keys and values are views of one buffer, as in the executor."""
-
-    def __init__(self, queries: int, keys: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-        self.scale = head_dim**-0.5
-        self.q, self.dout = (torch.randn(queries, heads[0], head_dim, device="cuda", dtype=dtype) for _ in range(2))
-        self.dout *= torch.linspace(0.5, 2, queries, device="cuda")[:, None, None]
-        self.k, self.v = torch.randn(keys, 2, heads[1], head_dim, device="cuda", dtype=dtype).unbind(1)
-
-
-def forward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp on NaN-poisoned buffers."""
-    out = torch.full_like(x.q, torch.nan, dtype=dtype)
-    lse = x.q.new_full((x.q.shape[1], len(x.q)), torch.nan, dtype=accumulation_dtype(dtype))
-    backend.forward(x.q.to(dtype), x.k.to(dtype), x.v.to(dtype), work, None, out, lse, scale=x.scale)
-    return out, lse
+pytestmark = on_gpu
 
 
 def carried(backend: Backend, x: Inputs, calls: list[Work], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,34 +45,6 @@ def carried(backend: Backend, x: Inputs, calls: list[Work], dtype: torch.dtype) 
         args = (t.to(dtype) for t in (x.q, x.k, x.v))
         backend.forward(*args, call, state, out, lse, scale=x.scale)
     return out, lse
-
-
-def backward(backend: Backend, x: Inputs, work: Work, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, added to ones, against the float64 output."""
-    exact, lse = forward(REFERENCE, x, work, torch.float64)
-    sums = accumulation_dtype(dtype)
-    exact, lse = exact.nan_to_num(0.0), lse.nan_to_num(-torch.inf, neginf=-torch.inf).to(sums)
-    delta = backend.delta(exact.to(dtype), x.dout.to(dtype))
-    dq = torch.ones(x.q.shape, dtype=sums, device="cuda").transpose(0, 1)
-    dk, dv = (
-        part.transpose(0, 1) for part in torch.ones(len(x.k), 2, *x.k.shape[1:], dtype=sums, device="cuda").unbind(1)
-    )
-    args = (t.to(dtype) for t in (x.q, x.k, x.v, x.dout))
-    backend.backward(*args, lse, delta, work, dq, dk, dv, scale=x.scale)
-    return tuple(part - 1 for part in (dq, dk, dv))
-
-
-def error(x: Tensor, ref: Tensor) -> float:
-    return float((x.double() - ref).norm() / ref.norm())
-
-
-def deviation(x: Tensor, ref: Tensor) -> float:
-    """Root mean square of what differs; unlike `error`, of use where the truth is 0."""
-    return float((x.double() - ref).square().mean().sqrt())
-
-
-def inputs_of(tiles: Tiles, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Inputs:
-    return Inputs(tiles.query_rows, int((tiles.key_row + tiles.key_len).max()), heads, head_dim, dtype)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -354,136 +291,6 @@ def test_inputs_that_the_copy_engine_cannot_read(cute: Backend) -> None:
         odd = torch.empty(held.shape[0], held.shape[1], held.shape[2] + 1, device="cuda", dtype=held.dtype)[..., 1:]
         setattr(x, name, odd.copy_(held))
     assert torch.equal(forward(cute, x, work, torch.bfloat16)[0], expected)
-
-
-def sums(backend: Backend, x: Inputs, work: Work) -> list[Tensor]:
-    """dq, dk and dv of a call, added to zeros, against the float64 output."""
-    exact, lse = forward(REFERENCE, x, work, torch.float64)
-    exact, lse = exact.nan_to_num(0.0), lse.nan_to_num(-torch.inf, neginf=-torch.inf).float()
-    delta = backend.delta(exact.to(x.q.dtype), x.dout)
-    totals = [torch.zeros(t.shape[1], len(t), t.shape[2], device="cuda") for t in (x.q, x.k, x.v)]
-    backend.backward(x.q, x.k, x.v, x.dout, lse, delta, work, *totals, scale=x.scale)
-    return totals
-
-
-def same_in_all_runs(backend: Backend, x: Inputs, work: Work, runs: int = 5) -> list[Tensor]:
-    """`sums`, whose bits are the same however often they are computed, whatever ran before."""
-    first = sums(backend, x, work)
-    for run in range(1, runs):
-        torch.randn(257 * run, 300, device="cuda") @ torch.randn(300, 129, device="cuda")
-        for name, one, other in zip(("dq", "dk", "dv"), first, sums(backend, x, work), strict=True):
-            assert torch.equal(one.view(torch.int32), other.view(torch.int32)), f"{name} differs in run {run}"
-    return first
-
-
-@pytest.mark.parametrize("call", CALLS)
-@each_dim
-@each_dtype
-@each_heads
-def test_deterministic_call(
-    in_order: Backend, call: str, head_dim: int, dtype: torch.dtype, heads: tuple[int, int]
-) -> None:
-    tiles = CALLS[call]()
-    x, work = inputs_of(tiles, heads, head_dim, dtype), move(tiles, "cuda")
-    ours = same_in_all_runs(in_order, x, work)
-    exact, rounded = (backward(REFERENCE, x, work, kind) for kind in (torch.float64, dtype))
-    for name, *results in zip(("dq", "dk", "dv"), ours, exact, rounded, strict=True):
-        assert deviation(results[0], results[1]) <= GATE * deviation(results[2], results[1]) + 1e-6, name
-
-
-CROWDS = {
-    "causal": lambda: whole_call(Layout.from_cu_seqlens([0, 9000])),
-    "full": lambda: whole_call(Layout(((Span(Mode.FULL, 5000),),))),
-    "documents": lambda: whole_call(Layout.from_cu_seqlens([*range(0, 8000, 777), 8000])),
-    "window": lambda: whole_call(Layout.from_cu_seqlens([0, 3000, 9000]), 1024),
-}
-
-
-@pytest.mark.parametrize("crowd", CROWDS)
-@each_dim
-@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (6, 6)])
-def test_deterministic_crowd(in_order: Backend, crowd: str, head_dim: int, heads: tuple[int, int]) -> None:
-    """More units than multiprocessors, which meet at the same query blocks; they add what they add in any order."""
-    tiles = CROWDS[crowd]()
-    x, work = inputs_of(tiles, heads, head_dim, torch.bfloat16), move(tiles, "cuda")
-    anyhow = launch.backend("cute")
-    for one, other in zip(same_in_all_runs(in_order, x, work), sums(anyhow, x, work), strict=True):
-        assert error(one, other.double()) < 1e-5
-
-
-@each_dim
-@pytest.mark.parametrize("band", list(Band))
-def test_deterministic_dense_sequences(in_order: Backend, head_dim: int, band: Band) -> None:
-    """Unaligned ones, and some that share keys on grids that do not match; rows that see nothing add nothing."""
-    touch = torch.full((4,), int(BOTH), dtype=torch.uint8)
-    queries = torch.tensor([[0, 300], [300, 301], [301, 1000], [1000, 1500]], dtype=torch.int32)
-    keys = torch.tensor([[0, 500], [70, 70], [70, 1100], [1100, 1101]], dtype=torch.int32)
-    work = move(Varlen(queries, keys, band, touch), "cuda")
-    x = Inputs(1500, 1101, (4, 2), head_dim, torch.bfloat16)
-    ours = same_in_all_runs(in_order, x, work)
-    exact, rounded = (backward(REFERENCE, x, work, kind) for kind in (torch.float64, torch.bfloat16))
-    for mine, ref, base in zip(ours, exact, rounded, strict=True):
-        assert deviation(mine, ref) <= GATE * deviation(base, ref) + 1e-6
-
-
-@pytest.mark.parametrize("few", [1, 2, 4])
-@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_units_of_some_heads(
-    in_order: Backend, head_dim: int, apart: bool, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the four of each key/value head, in order and anyhow."""
-    from marble.kernels.cute.backward_config import Units
-
-    for name in ("plan_units", "plan_units_in_order"):
-        monkeypatch.setattr(f"marble.kernels.cute.backward.{name}", lambda *_: Units(0, few, apart))
-    tiles = CROWDS["documents"]()
-    x, work = inputs_of(tiles, (8, 2), head_dim, torch.bfloat16), move(tiles, "cuda")
-    exact, rounded = (backward(REFERENCE, x, work, kind) for kind in (torch.float64, torch.bfloat16))
-    for ours in (same_in_all_runs(in_order, x, work), sums(launch.backend("cute"), x, work)):
-        for name, mine, ref, base in zip(("dq", "dk", "dv"), ours, exact, rounded, strict=True):
-            assert deviation(mine, ref) <= GATE * deviation(base, ref) + 1e-6, name
-
-
-@each_dim
-def test_deterministic_call_in_which_no_row_has_seen_a_key(in_order: Backend, head_dim: int) -> None:
-    """Its log-sum-exps are −inf; the tiles are visited, and take their turns, all the same."""
-    x = Inputs(700, 700, (4, 2), head_dim, torch.bfloat16)
-    work = move(whole_call(Layout.from_cu_seqlens([0, 700])), "cuda")
-    totals = [torch.zeros(t.shape[1], 700, head_dim, device="cuda") for t in (x.q, x.k, x.v)]
-    lse, delta = torch.full((4, 700), -torch.inf, device="cuda"), torch.randn(4, 700, device="cuda")
-    in_order.backward(x.q, x.k, x.v, x.dout, lse, delta, work, *totals, scale=x.scale)
-    assert not any(total.any() for total in totals)
-
-
-def test_deterministic_by_pytorchs_own_switch(cute: Backend, in_order: Backend) -> None:
-    x, work = Inputs(1300, 1300, (4, 2), 64, torch.bfloat16), move(CALLS["window"](), "cuda")
-    expected = sums(in_order, x, work)
-    assert not cute.deterministic  # type: ignore[attr-defined]
-    backward_in_any_order = cute.backward
-
-    def switched(*args: object, **choices: object) -> None:
-        torch.use_deterministic_algorithms(True)
-        try:
-            backward_in_any_order(*args, **choices)  # type: ignore[arg-type]
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    cute.backward = switched  # type: ignore[method-assign]
-    again = move(CALLS["window"](), "cuda")  # is lowered and ordered while the switch is on
-    assert all(torch.equal(*pair) for pair in zip(expected, sums(cute, x, again), strict=True))
-
-
-@each_dim
-def test_deterministic_ranks(in_order: Backend, head_dim: int) -> None:
-    """Rings and all-to-alls of virtual ranks, whose calls lower to lists of every kind."""
-    layout = build("bagel_mix", 4099, scale=WORKLOADS["bagel_mix"].demo_scale)
-    seed = time.time_ns() % 2**31
-    problem = Problem.random(layout, AttentionShape(4, 2, head_dim, None), seed=seed, device="cuda")
-    for ranks in (1, 3, 8):
-        plan = problem.plan(ranks)
-        first, second = (distributed(problem, plan, backend=in_order) for _ in range(2))
-        assert all(torch.equal(first[name], second[name]) for name in first), ranks
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 7.0])
