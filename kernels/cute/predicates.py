@@ -20,9 +20,6 @@ THREADS = 4
 EVERY, NONE = -2, -1
 """The last two slots of every table: all columns, and none."""
 
-SLOTS_AT_ONCE = 4096
-"""Predicates that are packed together: about 80 MB are needed meanwhile."""
-
 
 def packed(ranges: Tensor, bits: Tensor) -> Tensor:
     """The predicates of a `TileList`, then `EVERY` and `NONE`: int16 [slots, 2 halves of the columns, 128 rows, 4
@@ -32,10 +29,10 @@ def packed(ranges: Tensor, bits: Tensor) -> Tensor:
         ranges: as there, the first slots.
         bits: as there, the slots behind these.
     """
-    words = [_range_words(some) for some in ranges.split(SLOTS_AT_ONCE)]
-    words += [some.long() & 0xFFFFFFFF for some in bits.split(SLOTS_AT_ONCE)]
-    table = torch.cat([_by_thread(some) for some in words])
-    table = pad(table, (0, 0, 0, 0, 0, 0, 0, 2))
+    below = _below(ranges.device)
+    first, last, again, end = (below[ranges >> shift & 255] for shift in (0, 8, 16, 24))
+    rows = torch.cat([last & ~first | end & ~again, _by_thread(bits)])
+    table = pad(rows.transpose(1, 2), (0, 0, 0, 0, 0, 0, 0, 2))
     table[EVERY] = -1
     return table
 
@@ -47,18 +44,18 @@ def quarters(which: Tensor) -> Tensor:
     return (found.flatten(1).long() << torch.arange(4, device=which.device)).sum(1)
 
 
-def _range_words(ranges: Tensor) -> Tensor:
-    """The columns in the two ranges of each row, int64 [slots, 128, 4 words of 32 columns]."""
-    first = 32 * torch.arange(BLOCK // 32, device=ranges.device)
-    below = [(1 << ((ranges >> shift & 255).long().unsqueeze(2) - first).clamp(0, 32)) - 1 for shift in (0, 8, 16, 24)]
-    return (below[1] & ~below[0]) | (below[3] & ~below[2])
+def _below(device: torch.device) -> Tensor:
+    """The columns below each limit from 0 to 128, by thread: int16 [129, 2, 4]."""
+    limit, column = torch.arange(BLOCK + 1, device=device), torch.arange(BLOCK, device=device)
+    bits = (column < limit[:, None]).unflatten(1, (4, 32)).long() << torch.arange(32, device=device)
+    return _by_thread(bits.sum(2).int())
 
 
 def _by_thread(words: Tensor) -> Tensor:
-    """int64 words of 32 columns [slots, 128, 4] by thread: int16 [slots, 2, 128, 4]."""
-    shift = 2 * torch.arange(THREADS, device=words.device)
-    # Four pairs of bits, 8 apart, move next to each other above 24 others; no terms overlap.
-    eight = (words.unsqueeze(3) >> shift & 0x03030303) * 0x01041040 >> 24 & 0xFF
-    halves = eight.unflatten(2, (2, 2))
-    word = halves[:, :, :, 0] | halves[:, :, :, 1] << 8
-    return word.transpose(1, 2).to(torch.int32).to(torch.int16).contiguous()
+    """int32 words of 32 columns [..., 4] by thread: int16 [..., 2, 4]."""
+    shift = 2 * torch.arange(THREADS, dtype=torch.int32, device=words.device)
+    # Four pairs of bits, 8 apart, move next to each other in the highest byte; no terms overlap, and what does not fit
+    # into 32 bits is not wanted.
+    eight = (words.unsqueeze(-1) >> shift & 0x03030303) * 0x01041040 >> 24 & 0xFF
+    halves = eight.unflatten(-2, (2, 2))
+    return (halves[..., 0, :] | halves[..., 1, :] << 8).short()

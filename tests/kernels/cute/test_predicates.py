@@ -6,7 +6,6 @@ import torch
 from sequences import predicate
 
 from marble import Layout
-from marble.kernels.cute import predicates
 from marble.kernels.cute.predicates import BLOCK, EVERY, NONE, packed, quarters
 from marble.kernels.cute.worklist import lower, lower_all
 from marble.kernels.predicates import tile_mask
@@ -15,9 +14,8 @@ from marble.mask.storage import Storage
 from marble.testing.layouts import stored_mask
 
 
-def test_bits_and_ranges(monkeypatch) -> None:
-    """Random ones, packed some at a time."""
-    monkeypatch.setattr(predicates, "SLOTS_AT_ONCE", 3)
+def test_bits_and_ranges() -> None:
+    """Random ones, and all and nothing."""
     limits = torch.randint(0, BLOCK + 1, (7, BLOCK, 4), dtype=torch.int32)
     limits[0], limits[1], limits[2, :, 1::2] = 0, BLOCK, BLOCK
     ranges = (limits << torch.tensor([0, 8, 16, 24], dtype=torch.int32)).sum(2, dtype=torch.int32)
