@@ -219,13 +219,15 @@ def check(
 def fit(
     out: Annotated[Path, typer.Argument(help="the profile to write", show_default=False)],
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node", min=1)] = 8,
+    inside: Annotated[float | None, typer.Option(help="bytes/s between two GPUs of a node; else measured")] = None,
     across: Annotated[float | None, typer.Option(help="bytes/s of a GPU to other nodes, if known")] = None,
 ) -> None:
     """Measure this machine's GPUs and write a profile, for `marble plan --schedule` and `marble.plan`."""
     _expect_writable(out)
     timer = CudaTimer()
     with _busy("measuring"):
-        profile = fit_profile(timer, (64, 256, 128), gpus_per_node, across, datetime.now(UTC).strftime("%Y-%m-%d"))
+        today = datetime.now(UTC).strftime("%Y-%m-%d")
+        profile = fit_profile(timer, (64, 256, 128), gpus_per_node, inside, across, today)
     out.write_text(profile.dump(), encoding="utf-8")
     console.print(f"wrote {out}")
 

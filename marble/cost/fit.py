@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,8 +62,8 @@ class Timer(Protocol):
 
     machine: str
 
-    def call(self, case: Case) -> float:
-        """Seconds of a kernel call."""
+    def calls(self, cases: Sequence[Case]) -> list[float]:
+        """Seconds of each of some kernel calls, made by turns: a GPU that has only had short ones is faster."""
         ...
 
     def link(self, nbytes: int) -> float:
@@ -71,7 +72,12 @@ class Timer(Protocol):
 
 
 def fit(
-    timer: Timer, head_dims: Sequence[int], gpus_per_node: int, across: float | None = None, date: str = ""
+    timer: Timer,
+    head_dims: Sequence[int],
+    gpus_per_node: int,
+    inside: float | None = None,
+    across: float | None = None,
+    date: str = "",
 ) -> Profile:
     """Measure a machine.
 
@@ -82,22 +88,32 @@ def fit(
         timer: times the calls.
         head_dims: sizes of heads to measure; shares and memory are those of the last.
         gpus_per_node: GPUs of a node.
+        inside: bytes/s between two of them, each way; by default it is measured, which takes two.
         across: bytes/s between nodes, if it is known; one process cannot measure it.
         date: when, for the sources.
 
     Raises:
-        ProfileError: if times contradict each other, as when something else used the GPU.
+        ProfileError: if a bandwidth that is given is none, before anything is timed; if times contradict each other,
+            as when something else used the GPU.
+        ValueError: if ``inside`` is to be measured and there is only one GPU, before anything is timed.
     """
+    given = {name: value for name, value in (("inside", inside), ("across", across)) if value is not None}
+    for name, value in given.items():
+        if not 0 < value < math.inf:
+            raise ProfileError(f"fit: {name}: bytes/s, more than 0, got {value}")
+    if inside is None:
+        inside = LINK_BYTES / _positive(timer.link(LINK_BYTES), "link", 0)
+    kinds = [(kind, backward) for backward in (False, True) for kind in ("documents", "full", "partial")]
     rates: dict[str, list[tuple[int, float]]] = {"forward": [], "backward": []}
     shares: dict[str, float] = {}
     for dim in head_dims:
-        few = timer.call(Case(dim, "documents"))
+        cases = [Case(dim, kind, backward) for kind, backward in kinds]
+        carried, *times = timer.calls([Case(dim, "documents", carried=True), *cases])
         state = 2 * HEADS * BLOCKS * MAX_BLOCK * 4 * (dim + 2)
-        memory = state / _positive(timer.call(Case(dim, "documents", carried=True)) - few, "carried state", dim)
-        for which, backward in (("forward", False), ("backward", True)):
-            few = timer.call(Case(dim, "documents", backward)) if backward else few
-            many, partial = (timer.call(Case(dim, kind, backward)) for kind in ("full", "partial"))
+        memory = state / _positive(carried - times[0], "carried state", dim)
+        for which, (few, many, partial) in zip(rates, (times[:3], times[3:]), strict=True):
             # Backward, key blocks of key/value heads are the units, which also add to gradients in memory.
+            backward = which == "backward"
             units = BLOCKS * (KV_HEADS if backward else HEADS)
             beside = units * 2 * 2 * 4 * MAX_BLOCK * dim / memory if backward else 0.0
             tiles = HEADS * BLOCKS * (BLOCKS - DOCUMENT)
@@ -107,12 +123,10 @@ def fit(
             shares[f"{which}_unit"] = unit / tile
             shares[f"{which}_partial"] = _positive(1 + (partial - many) / all_tiles, f"{which} partial tiles", dim)
             rates[which].append((dim, (10 if backward else 4) * MAX_BLOCK**2 * dim / tile))
-    inside = LINK_BYTES / _positive(timer.link(LINK_BYTES), "link", 0)
     measured = f"marble fit on {timer.machine}{f', {date}' if date else ''}"
     names = [f"{which}_rate.{dim}" for which, found in rates.items() for dim, _ in found]
-    sources = [(name, measured) for name in (*names, *sorted(shares), "memory", "inside")]
-    if across is not None:
-        sources.append(("across", "given to marble fit"))
+    names += [*sorted(shares), "memory", "inside", *(["across"] if across is not None else [])]
+    sources = [(name, "given to marble fit" if name in given else measured) for name in names]
     return Profile.parse(
         Profile(
             timer.machine,

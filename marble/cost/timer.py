@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -18,17 +18,18 @@ class CudaTimer:
     """Times calls of the ``cute`` backend on the first GPU, and copies between the first two.
 
     Raises:
-        ValueError: without a Hopper GPU, or without a second GPU that the first can write to.
+        ValueError: without a Hopper GPU.
     """
 
     def __init__(self) -> None:
         self._backend = backend("cute")
-        if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
-            raise ValueError("fit: two GPUs that reach each other are needed, to measure the bandwidth inside a node")
         self.machine = torch.cuda.get_device_name(0)
 
-    def call(self, case: Case) -> float:
-        """See `marble.cost.fit.Timer.call`."""
+    def calls(self, cases: Sequence[Case]) -> list[float]:
+        """See `marble.cost.fit.Timer.calls`."""
+        return _medians([self._call(case) for case in cases], torch.device("cuda", 0))
+
+    def _call(self, case: Case) -> Callable[[], None]:
         rows, dim, device = BLOCKS * MAX_BLOCK, case.head_dim, torch.device("cuda", 0)
         q, out, dout = (torch.randn(rows, HEADS, dim, device=device, dtype=torch.bfloat16) for _ in range(3))
         k, v = (torch.randn(rows, KV_HEADS, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -38,14 +39,21 @@ class CudaTimer:
         if case.backward:
             delta = self._backend.delta(out, dout)
             dq, dk, dv = (torch.zeros(h, rows, dim, device=device) for h in (HEADS, KV_HEADS, KV_HEADS))
-            return _median(
-                lambda: self._backend.backward(q, k, v, dout, lse, delta, work, dq, dk, dv, scale=scale), device
-            )
+            return lambda: self._backend.backward(q, k, v, dout, lse, delta, work, dq, dk, dv, scale=scale)
         state = State(torch.zeros(HEADS, rows, dim, device=device), lse.clone(), lse + 1) if case.carried else None
-        return _median(lambda: self._backend.forward(q, k, v, work, state, out, lse, scale=scale), device)
+        return lambda: self._backend.forward(q, k, v, work, state, out, lse, scale=scale)
 
     def link(self, nbytes: int) -> float:
-        """See `marble.cost.fit.Timer.link`."""
+        """See `marble.cost.fit.Timer.link`.
+
+        Raises:
+            ValueError: without a second GPU that the first can write to.
+        """
+        if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
+            raise ValueError(
+                "fit: measuring the bandwidth inside a node takes two GPUs that reach each other; give it as inside, "
+                "in bytes/s"
+            )
         here, there = (torch.empty(2, nbytes, dtype=torch.uint8, device=torch.device("cuda", at)) for at in (0, 1))
         # A copy runs on its source's current stream and holds up its target's, so the way back needs two of its own.
         back, far = torch.cuda.Stream(0), torch.cuda.Stream(1)
@@ -57,19 +65,20 @@ class CudaTimer:
                 here[1].copy_(there[1], non_blocking=True)
             torch.cuda.current_stream(0).wait_stream(back)
 
-        return _median(both, torch.device("cuda", 0))
+        return _medians([both], torch.device("cuda", 0))[0]
 
 
-def _median(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds on the device, the median of some runs."""
-    times = []
+def _medians(runs: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
+    """Seconds on the device of each of some runs, made by turns."""
+    times: list[list[float]] = [[] for _ in runs]
     with torch.cuda.device(device):
         for repeat in range(_WARM + _REPEATS):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            if repeat >= _WARM:
-                times.append(start.elapsed_time(stop) / 1e3)
-    return median(times)
+            for run, taken in zip(runs, times, strict=True):
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                run()
+                stop.record()
+                stop.synchronize()
+                if repeat >= _WARM:
+                    taken.append(start.elapsed_time(stop) / 1e3)
+    return [median(taken) for taken in times]

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 
 import pytest
@@ -73,6 +74,9 @@ class Clock:
     def __init__(self, tile: float = 1e-6, unit: float = 0.5, partial: float = 1.2, memory: float = 3e12) -> None:
         self.tile, self.unit, self.partial, self.memory = tile, unit, partial, memory
 
+    def calls(self, cases: Sequence[Case]) -> list[float]:
+        return [self.call(case) for case in cases]
+
     def call(self, case: Case) -> float:
         work = case.work()
         assert work.visited == BLOCKS * (DOCUMENT if case.kind == "documents" else BLOCKS)
@@ -98,6 +102,26 @@ def test_fit_finds_the_constants() -> None:
     assert dict(profile.sources)["across"] == "given to marble fit"
     assert profile.gpus_per_node == 4
     assert LINK_BYTES > 0
+
+
+def test_fit_on_one_gpu_is_told_the_bandwidth() -> None:
+    class Alone(Clock):
+        def link(self, nbytes: int) -> float:
+            raise ValueError(f"fit: {nbytes} bytes between two GPUs")
+
+    profile = fit(Alone(), (128,), 8, inside=400e9)
+    assert profile.inside == 400e9
+    assert dict(profile.sources)["inside"] == "given to marble fit"
+    assert profile.across is None
+    with pytest.raises(ValueError, match="two GPUs"):
+        fit(Alone(), (128,), 8)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["inside", "across"])
+def test_fit_refuses_a_bandwidth_that_is_none(name: str, value: float) -> None:
+    with pytest.raises(ProfileError, match=f"fit: {name}: bytes/s, more than 0, got {value}"):
+        fit(Clock(), (128,), 8, **{name: value})
 
 
 @pytest.mark.parametrize("broken", [{"memory": -3e12}, {"tile": -1e-6}, {"partial": -1.0}])
