@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
+from time import perf_counter
 
 import torch
 
@@ -12,6 +13,10 @@ from marble.kernels.contract import MAX_BLOCK, State, move
 from marble.kernels.launch import backend
 
 _WARM, _REPEATS = 3, 15
+_CYCLES = 2e9
+"""Of a GPU in a second, at most."""
+_MOST_LEAD = 0.1
+"""Seconds; the first runs, which compile kernels, take the host much longer."""
 
 
 class CudaTimer:
@@ -69,16 +74,24 @@ class CudaTimer:
 
 
 def _medians(runs: Sequence[Callable[[], None]], device: torch.device) -> list[float]:
-    """Seconds on the device of each of some runs, made by turns."""
+    """Seconds on the device of each of some runs, made by turns.
+
+    The GPU idles first for longer than the host takes to ask for them all, so that no time has a launch in it.
+    """
     times: list[list[float]] = [[] for _ in runs]
+    lead = 0.0
     with torch.cuda.device(device):
         for repeat in range(_WARM + _REPEATS):
-            for run, taken in zip(runs, times, strict=True):
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in runs]
+            torch.cuda._sleep(int(min(1.5 * lead, _MOST_LEAD) * _CYCLES))
+            begun = perf_counter()
+            for run, (start, stop) in zip(runs, marks, strict=True):
                 start.record()
                 run()
                 stop.record()
-                stop.synchronize()
-                if repeat >= _WARM:
+            lead = perf_counter() - begun
+            torch.cuda.synchronize()
+            if repeat >= _WARM:
+                for taken, (start, stop) in zip(times, marks, strict=True):
                     taken.append(start.elapsed_time(stop) / 1e3)
     return [median(taken) for taken in times]
