@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from marble.kernels.cute.predicates import BLOCK, THREADS
+from marble.kernels.cute.predicates import BLOCK
 
 
 def bounds_of(lengths: list[int], gap: int) -> Tensor:
@@ -17,10 +17,6 @@ def bounds_of(lengths: list[int], gap: int) -> Tensor:
 
 def predicate(table: Tensor, slot: int) -> Tensor:
     """A slot of a table, bool [128, 128]: column 8j + 2t + i of a half is bit 2j + i of thread t's word."""
-    pairs = torch.zeros(BLOCK, BLOCK, dtype=torch.bool)
-    for half in range(2):
-        for t in range(THREADS):
-            for bit in range(16):
-                column = BLOCK // 2 * half + bit // 2 * 8 + 2 * t + bit % 2
-                pairs[:, column] = (table[slot, half, :, t].int() >> bit & 1).bool()
-    return pairs
+    bits = table[slot].int().unsqueeze(3) >> torch.arange(16) & 1
+    by_column = bits.unflatten(3, (8, 2)).permute(1, 0, 3, 2, 4)  # [row, half, j, t, i]
+    return by_column.reshape(BLOCK, BLOCK).bool()
