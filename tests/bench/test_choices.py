@@ -45,8 +45,7 @@ TRUTH = replace(
 PACKS = [
     Case(name, AttentionShape(heads, kv_heads, dim), tokens)
     for name in ("qwen_docs", "molmo_video", "bagel_mix", DENSE_CAUSAL)
-    for heads, kv_heads, dim in ((32, 8, 128), (16, 16, 64))
-    for tokens in (8192, 16384)
+    for heads, kv_heads, dim, tokens in ((32, 8, 128, 8192), (16, 16, 64, 16384))
 ]
 
 
