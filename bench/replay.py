@@ -5,8 +5,8 @@ alone, so that runs add up. **Every time here is a replay**: the calls of a few 
 the other, with transfers priced by the assumed profile ``h100-cluster``; no layer ran on so many GPUs. Packs and seeds
 are declared below. Ranks are those that the layer waits for most by the estimate, and what they make up of the
 estimated layer stands beside every result. The exit code is 1 if C2 is missed: the busiest rank computes at 85 % of the
-kernels' rate on legal pairs or more, and holds less than under the all-gather, whose memory has an inbox for every
-other rank's gradients.
+kernels' rate on legal pairs or more, by what `marble fit` says of this GPU before the replays, and holds less than
+under the all-gather, whose memory has an inbox for every other rank's gradients.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from bench.baselines.replay_rows import GATHERS, PAPER, missed, rows
+from bench.baselines.replay_rows import GATHERS, PAPER, missed, rate_rows, rows
 from bench.baselines.replays import CHUNKED, CONTIGUOUS, FETCH, MI, PICKED, PTRR, RING, Case, Settings, answers
 from bench.harness import Row, command_line, gpu, write
 from marble.compose import planner
+from marble.cost.fit import fit
 from marble.cost.profile import Profile
+from marble.cost.timer import CudaTimer
 from marble.kernels.launch import backend
 from marble.workloads import WORKLOADS
 
@@ -80,10 +82,17 @@ def main(words: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"--cases: {', '.join(sorted(unknown))} not among {', '.join(every)}")
     cases = [every[key] for key in given.cases.split(",")] if given.cases else list(every.values())
-    device = gpu(parser)
-    settings = Settings(backend("cute"), device, Profile.load("h100-cluster"), Profile.load("h200"), given.budget)
+    device, shipped = gpu(parser), Profile.load("h200")
+    rates = fit(CudaTimer(), sorted({case.shape.head_dim for case in cases}), shipped.gpus_per_node, shipped.inside)
+    settings = Settings(backend("cute"), device, Profile.load("h100-cluster"), rates, given.budget)
+    held_to = list(rate_rows(rates, shipped))
+    print(*map(line, held_to), sep="\n", flush=True)
     part = "_".join([given.part, *(given.cases.split(",") if given.cases else ())])
-    found = measure(cases, settings, lambda rows, out: write("replay", rows, given.out, part=part, left_out=out))
+
+    def keep(rows: list[Row], left_out: list[str]) -> None:
+        write("replay", [*held_to, *rows], given.out, part=part, left_out=left_out)
+
+    found = measure(cases, settings, keep)
     short = missed(found)
     print(f"missed: {short}" if short else "no bar missed")
     return 1 if short else 0

@@ -18,6 +18,7 @@ from bench.baselines.replays import (
     Case,
 )
 from bench.harness import Row
+from marble.cost.profile import Profile
 from marble.replays import Replay
 
 PAPER = {(MI, 32): (407, 4.8), (2 * MI, 32): (1015, 9.0), (4 * MI, 32): (1861, 19.3), (8 * MI, 64): (2190, 18.5)}
@@ -40,6 +41,15 @@ def rows(case: Case, found: Mapping[str, Answer]) -> Iterator[Row]:
     if PTRR in found and CONTIGUOUS in found:
         ptrr, contiguous = found[PTRR], found[CONTIGUOUS]
         yield from _layers("C3", case.title, "layer, replay: ring on ptrr", ptrr, CONTIGUOUS, contiguous)
+
+
+def rate_rows(rates: Profile, shipped: Profile) -> Iterator[Row]:
+    """The rates of full tiles that compute is held to, beside those of a shipped profile."""
+    for name in ("forward_rate", "backward_rate"):
+        for dim, rate in getattr(rates, name):
+            other = dict(getattr(shipped, name))[dim]
+            metric = f"{name}.{dim}, by marble fit"
+            yield Row("C2", rates.machine, metric, rate / 1e12, "TFLOP/s", shipped.machine, other / 1e12, rate / other)
 
 
 def _alone(title: str, named: str, answer: Answer, found: Replay) -> Iterator[Row]:

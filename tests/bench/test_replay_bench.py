@@ -1,7 +1,7 @@
 """`bench.replay`: what it replays, what it says of it, and when a bar is missed."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 import marble
 from bench.baselines.calls import Case as Whole
 from bench.baselines.calls import rank_pairs
-from bench.baselines.replay_rows import LEAST, MEMORY, PAPER, SEED, missed, rows
+from bench.baselines.replay_rows import LEAST, MEMORY, PAPER, SEED, missed, rate_rows, rows
 from bench.baselines.replays import (
     CHUNKED,
     CONTIGUOUS,
@@ -86,6 +86,17 @@ def test_the_least_time_is_that_of_legal_pairs_at_the_rates_of_full_tiles() -> N
     flop = 2 * 128 * rank_pairs(schedule)
     forward, backward = H200.rates(128)
     assert least_seconds(schedule, 128, H200) == pytest.approx(2 * flop / forward + 5 * flop / backward)
+
+
+def test_the_rates_that_compute_is_held_to_are_said() -> None:
+    here = replace(H200, machine="this one", forward_rate=((128, 700e12),), backward_rate=((128, 600e12),))
+    forward, backward = rate_rows(here, H200)
+    assert forward.case == "this one"
+    assert forward.metric == "forward_rate.128, by marble fit"
+    assert (forward.value, backward.value) == (700.0, 600.0)
+    assert forward.ratio == pytest.approx(700e12 / H200.rates(128)[0])
+    assert backward.ratio == pytest.approx(600e12 / H200.rates(128)[1])
+    assert missed([forward, backward]) == []
 
 
 def test_every_role_is_replayed(tmp_path: Path) -> None:
